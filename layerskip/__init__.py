@@ -1,0 +1,51 @@
+"""LayerSkip: one model that drafts for itself.
+
+    layerskip.generate(model, **inputs, exit_layer=4, num_draft_tokens=5)     exact self-speculative decoding
+    layerskip.prepare(model, layerskip.Recipe(...))                           training that makes it fast
+
+Names are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "generate": "generation",
+    "steps": "generation",
+    "SelfSpeculativeOutput": "generation",
+    "stream": "streaming",
+    "Piece": "streaming",
+    "Step": "decoding",
+    "Statistics": "stats",
+    "Stages": "stages",
+    "UnsupportedModelError": "stages",
+    "RollbackCache": "cache",
+    "Setting": "settings",
+    "Recipe": "recipe",
+    "prepare": "recipe",
+}
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from layerskip.cache import RollbackCache
+    from layerskip.decoding import Step
+    from layerskip.generation import SelfSpeculativeOutput, generate, steps
+    from layerskip.recipe import Recipe, prepare
+    from layerskip.settings import Setting
+    from layerskip.stages import Stages, UnsupportedModelError
+    from layerskip.stats import Statistics
+    from layerskip.streaming import Piece, stream
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'layerskip' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"layerskip.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,170 @@
+"""A key/value cache that is written in place and forgets in O(1).
+
+Speculation writes positions it may have to take back. `torch.cat` per step copies everything each time and
+sliding-window caches cannot be rolled back at all, so every layer here keeps its full length in one
+preallocated buffer: a write is a copy into place, a rollback is an assignment to `length`, and windows are
+enforced by the model's own masks. Each layer has its own length, because a draft writes layers [0:E) ahead
+of layers [E:L).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class RollbackLayer(DynamicLayer):
+    """Keys and values of one layer in a preallocated buffer that doubles when it is full.
+
+    Args:
+        capacity: positions to allocate at the first write.
+        limit: positions that will never be exceeded, if known; doubling stops there, so that a cache whose
+            final length is known wastes no memory.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int = 256, limit: int | None = None) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.limit = limit
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device = key_states.device
+        self._keys = _buffer_like(key_states, self.capacity)  # (batch, kv_heads, capacity, head_dim)
+        self._values = _buffer_like(value_states, self.capacity)
+        self.is_initialized = True
+        self._show()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (batch, kv_heads, n, head_dim) states; return views of all (batch, kv_heads, length, head_dim)."""
+        start, stop = self.length, self.length + key_states.shape[-2]
+        if not self.is_initialized:
+            self.capacity = max(self.capacity, stop)
+            self.lazy_initialization(key_states, value_states)
+        elif stop > self.capacity:
+            self._grow(stop)
+        self._keys[:, :, start:stop] = key_states
+        self._values[:, :, start:stop] = value_states
+        self.length = stop
+        self._show()
+        return self.keys, self.values
+
+    def rollback(self, length: int) -> None:
+        """Forget every position from `length` on; O(1).
+
+        Raises:
+            ValueError: if `length` is more than the layer holds, or negative.
+        """
+        if length == self.length:
+            return
+        if not 0 <= length < self.length:
+            raise ValueError(f"cannot roll back to {length} positions: the layer holds {self.length}")
+        self.length = length
+        self._show()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers' name for a rollback by a (negative) number of positions."""
+        self.rollback(self.length - abs(tokens_to_remove))
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        self.rollback(0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._replace(self._keys.repeat_interleave(repeats, 0), self._values.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._replace(self._keys[indices], self._values[indices])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx.to(self._keys.device))
+
+    def _grow(self, needed: int) -> None:
+        capacity = 2 * self.capacity if self.limit is None else min(2 * self.capacity, self.limit)
+        self.capacity = max(capacity, needed)
+        for name in ("_keys", "_values"):  # one at a time: at most one buffer exists twice
+            old = getattr(self, name)
+            new = _buffer_like(old, self.capacity)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+            del old
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+        self._show()
+
+    def _show(self) -> None:
+        """Point the attributes transformers reads at what is valid."""
+        self.keys = self._keys[:, :, : self.length]
+        self.values = self._values[:, :, : self.length]
+
+
+class RollbackCache(Cache):
+    """The cache of a whole model: one `RollbackLayer` a decoder layer, shared by the views of its stages.
+
+    Args:
+        num_layers: decoder layers of the model.
+        capacity: positions to allocate at first.
+        limit: positions that will never be exceeded, if known.
+    """
+
+    def __init__(self, num_layers: int, capacity: int = 256, limit: int | None = None) -> None:
+        super().__init__(layers=[RollbackLayer(capacity, limit) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Positions every layer holds.
+
+        Raises:
+            RuntimeError: if early layers are ahead of late ones, as they are between a draft and its commit.
+        """
+        lengths = {layer.length for layer in self.layers}
+        if len(lengths) != 1:
+            raise RuntimeError(f"layers hold different numbers of positions: {sorted(lengths)}")
+        return lengths.pop()
+
+    def rollback(self, length: int) -> None:
+        """Forget every position from `length` on in all layers; a layer that holds fewer is left as it is."""
+        for layer in self.layers:
+            if layer.length > length:
+                layer.rollback(length)
+
+    def stage(self, start: int, stop: int) -> StageCache:
+        """What layers [start:stop) see of this cache."""
+        return StageCache(self.layers, start, stop)
+
+
+class StageCache(Cache):
+    """A view of a `RollbackCache` for layers [start:stop): the same layer objects, but the questions that
+    transformers asks of "the first layer" (how long is the cache, how wide is the mask) are answered by
+    this stage's first layer, since the other stage may hold a different number of positions."""
+
+    def __init__(self, layers: list[RollbackLayer], start: int, stop: int) -> None:
+        super().__init__(layers=layers)
+        self.start, self.stop = start, stop
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layers[self._own(layer_idx)].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.layers[self._own(layer_idx)].get_mask_sizes(query_length)
+
+    def _own(self, layer_idx: int) -> int:
+        return layer_idx if self.start <= layer_idx < self.stop else self.start
+
+
+def _buffer_like(states: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, width = states.shape
+    return states.new_empty(batch, heads, capacity, width)

@@ -1,0 +1,124 @@
+"""Layer dropout: a sample passes a layer by with a rate that grows with depth (paper, 4.1.1).
+
+    x_{l+1} = x_l + M(p_{l,t}) f_l(x_l),    p_{l,t} = S(t) D(l) p_max
+
+without any rescaling. Dropped samples cost no compute: they are taken out of the batch before the layer and
+put back after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.recipe import Recipe
+
+
+def dropout_rates(recipe: Recipe, num_layers: int, step: int) -> tuple[float, ...]:
+    """p_{l,t} for l = 0 .. L-1 at optimizer step `step`: 0 at the first layer, S(t) p_max at the last."""
+    time = _time_scale(recipe, step)
+    return tuple(time * _depth_scale(recipe, l, num_layers) * recipe.max_dropout for l in range(num_layers))
+
+
+def _depth_scale(recipe: Recipe, layer: int, num_layers: int) -> float:
+    depth = layer / (num_layers - 1)
+    return depth if recipe.dropout_depth == "linear" else 2.0**depth - 1.0
+
+
+def _time_scale(recipe: Recipe, step: int) -> float:
+    if recipe.dropout_time == "constant":
+        return 1.0
+    assert recipe.total_steps is not None
+    time = min(step / max(recipe.total_steps - 1, 1), 1.0)
+    return 2.0**time - 1.0 if recipe.dropout_time == "rising" else 1.0 - time
+
+
+def keep_decisions(
+    rates: tuple[float, ...], rows: int, seed: int, step: int, micro_step: int, first_row: int
+) -> Tensor:
+    """Which samples run which layer in one micro-step: (L, rows) booleans on the CPU.
+
+    A pure function of its arguments, drawn row by row of the *global* batch: a sample's decisions do not depend
+    on how many processes share the batch, and gradient checkpointing's recompute and a resumed run see them again.
+
+    Args:
+        rows: samples of this process, the global rows first_row .. first_row + rows - 1.
+    """
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    uniforms = torch.rand(first_row + rows, len(rates), generator=generator)[first_row:]  # (rows, L)
+    return (uniforms >= torch.tensor(rates)).T
+
+
+class DropoutHooks:
+    """Drops rows from one decoder layer, by a hook before it and one after it.
+
+    Args:
+        layer: the decoder layer.
+        keep: returns the (rows,) booleans of this layer for a batch of `rows`, or None to run it whole.
+    """
+
+    def __init__(self, layer: nn.Module, keep: Any) -> None:
+        self.keep = keep
+        self._pending: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.handles = [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True),
+            layer.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._pending = None
+        hidden = args[0] if args else kwargs["hidden_states"]  # (batch, length, hidden_size)
+        keep = self.keep(hidden.shape[0]) if layer.training else None
+        if keep is None or bool(keep.all()):
+            return None
+        if not _selectable((args, kwargs), hidden):
+            self._pending = (hidden, keep.to(hidden.device), None)  # run all rows, blend afterwards
+            return None
+        # Where every row is dropped one still runs, and its output is not used: a layer that takes no part
+        # would leave its parameters unsynchronised, or hang the other processes' collectives.
+        kept = keep.nonzero().squeeze(1) if bool(keep.any()) else torch.zeros(1, dtype=torch.long)
+        kept = kept.to(hidden.device)
+        self._pending = (hidden, keep.to(hidden.device), kept)
+        return _select_rows((args, kwargs), kept, hidden.shape[0])
+
+    def _after(self, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if self._pending is None:
+            return None
+        (hidden, keep, kept), self._pending = self._pending, None
+        result = output[0] if isinstance(output, tuple) else output
+        hidden = hidden.to(result.dtype)
+        if kept is None:
+            whole = torch.where(keep[:, None, None], result, hidden)
+        else:
+            result = torch.where(keep[kept, None, None], result, hidden[kept])
+            whole = hidden.index_copy(0, kept, result)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _selectable(arguments: Any, hidden: Tensor) -> bool:
+    """Whether rows can be told from other dimensions: every tensor is batch-sized or broadcasts over the batch."""
+    batch, length = hidden.shape[:2]
+    return batch != length and all(t.dim() < 2 or t.shape[0] in (1, batch) for t in _tensors(arguments))
+
+
+def _select_rows(value: Any, rows: Tensor, batch: int) -> Any:
+    """`value` with the rows of every batch-sized tensor in it selected."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() >= 2 and value.shape[0] == batch else value
+    if type(value) in (tuple, list):
+        return type(value)(_select_rows(item, rows, batch) for item in value)
+    if type(value) is dict:
+        return {name: _select_rows(item, rows, batch) for name, item in value.items()}
+    return value

@@ -1,0 +1,229 @@
+"""What speculation will bring: acceptance of every exit from one teacher-forced pass, times costs on this machine.
+
+A greedy draft goes on for as long as exit and model agree, so one pass over text tells how every exit and every
+draft length would do; a handful of timed calls tells what they cost. No grid of decoding runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layerskip.stages import ExitReader, Stages, num_layers, unwrap
+
+
+@dataclass
+class ExitMeasurement:
+    """One exit against the model, over held-out text.
+
+    Attributes:
+        loss: nats a token, cross-entropy to the text.
+        agreement: share of positions whose most probable token is the model's.
+        overlap: mean of 1 - TV(p, q), the chance that a token sampled from q is accepted (temperature 1).
+        num_tokens: predicted positions.
+    """
+
+    loss: float = 0.0
+    agreement: float = 0.0
+    overlap: float = 0.0
+    num_tokens: int = 0
+    _agrees: list[list[bool]] = field(default_factory=list, repr=False)  # one list a sequence
+
+    def add(self, logits: Tensor, target_logits: Tensor, token_ids: Tensor) -> None:
+        """Count (batch, length, vocab) logits of the exit and the model over (batch, length) tokens."""
+        q = logits[:, :-1].float().log_softmax(-1)
+        p = target_logits[:, :-1].float().log_softmax(-1)
+        agrees = q.argmax(-1) == p.argmax(-1)  # (batch, length-1)
+        loss = F.nll_loss(q.transpose(1, 2), token_ids[:, 1:])
+        overlap = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
+        share = agrees.numel() / (self.num_tokens + agrees.numel())  # running means
+        self.loss += share * (loss.item() - self.loss)
+        self.agreement += share * (agrees.float().mean().item() - self.agreement)
+        self.overlap += share * (overlap.item() - self.overlap)
+        self.num_tokens += agrees.numel()
+        self._agrees.extend(agrees.tolist())
+
+    def mean_acceptance_length(self, num_draft_tokens: int) -> float:
+        """Tokens a verify step commits when drafting greedily: the text is walked as decoding would walk it."""
+        committed = rounds = 0
+        for agrees in self._agrees:
+            position = 0
+            # Only rounds that fit whole, or the end of the text would look like rejections.
+            while position + num_draft_tokens + 1 <= len(agrees):
+                window = agrees[position : position + num_draft_tokens]
+                accepted = window.index(False) if False in window else num_draft_tokens
+                position += accepted + 1
+                committed += accepted + 1
+                rounds += 1
+        return committed / rounds if rounds else float("nan")
+
+
+def measure_exits(
+    model: nn.Module, batches: Iterable[Tensor], exits: Sequence[int] | None = None
+) -> dict[int, ExitMeasurement]:
+    """Compare exits with the model over text, teacher-forced.
+
+    Args:
+        model: a causal LM; put in eval mode for the moment.
+        batches: (batch, length) token ids without padding, at least one.
+        exits: exit layers; None is all of 1 .. L-1.
+
+    Returns:
+        A measurement for each exit, and one under key L for the model itself.
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    inner = unwrap(model)
+    last = num_layers(inner)
+    exits = range(1, last) if exits is None else exits
+    measured = {exit_layer: ExitMeasurement() for exit_layer in (*sorted(set(exits)), last)}
+    training = inner.training
+    inner.eval()
+    try:
+        reader = ExitReader(inner, exits)
+        for token_ids in batches:
+            logits, exit_logits = reader.read(token_ids)
+            measured[last].add(logits, logits, token_ids)
+            for exit_layer, early in exit_logits:
+                measured[exit_layer].add(early, logits, token_ids)
+    finally:
+        inner.train(training)
+    if not measured[last].num_tokens:
+        raise ValueError("no text to measure exits on: give at least one batch of two tokens or more")
+    return measured
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine, at one context length and batch 1.
+
+    Attributes:
+        plain: one step of the whole model.
+        draft: exit -> one drafted token: layers [0:E) and the head.
+        extend: exit -> layers [0:E) without the head, which the last draft takes.
+        verify: exit -> {positions: layers [E:L) and the head over that many}, linear in between.
+    """
+
+    plain: float
+    draft: dict[int, float]
+    extend: dict[int, float]
+    verify: dict[int, dict[int, float]]
+
+    def round(self, exit_layer: int, num_draft_tokens: int) -> float:
+        """One draft-then-verify round."""
+        verify = _interpolate(self.verify[exit_layer], num_draft_tokens + 1)
+        return num_draft_tokens * self.draft[exit_layer] + self.extend[exit_layer] + verify
+
+
+@torch.no_grad()
+def measure_costs(
+    model: nn.Module, exits: Sequence[int], max_draft_tokens: int = 8, context: int = 128, repeats: int = 7
+) -> Costs:
+    """Time the stages of each exit layer on this machine: medians of `repeats` calls after one to warm up."""
+    inner = unwrap(model)
+    training = inner.training
+    inner.eval()
+    draft, extend, verify = {}, {}, {}
+    try:
+        plain = _time_plain(Stages(inner, None), context, repeats)
+        for exit_layer in sorted(set(exits)):
+            clock = _StageClock(Stages(inner, exit_layer), context, repeats)
+            draft[exit_layer], extend[exit_layer] = clock.draft(True), clock.draft(False)
+            widths = sorted({1, 2, 3, 1 + max_draft_tokens // 2, 1 + max_draft_tokens})
+            verify[exit_layer] = {width: clock.verify(width) for width in widths}
+    finally:
+        inner.train(training)
+    return Costs(plain, draft, extend, verify)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A setting and what it should bring.
+
+    Attributes:
+        speedup: over plain decoding in the same loop; 1 is no gain.
+    """
+
+    exit_layer: int
+    num_draft_tokens: int
+    mean_acceptance_length: float
+    speedup: float
+
+
+def best_setting(
+    measured: dict[int, ExitMeasurement], costs: Costs, max_draft_tokens: int = 8
+) -> list[Forecast]:
+    """Every (exit layer, draft length) that both have seen, best first."""
+    forecasts = [
+        Forecast(exit_layer, n, length, costs.plain * length / costs.round(exit_layer, n))
+        for exit_layer in costs.draft
+        for n in range(1, max_draft_tokens + 1)
+        if (length := measured[exit_layer].mean_acceptance_length(n)) == length  # not nan: text too short
+    ]
+    return sorted(forecasts, key=lambda forecast: -forecast.speedup)
+
+
+class _StageClock:
+    def __init__(self, stages: Stages, context: int, repeats: int) -> None:
+        self.stages, self.context, self.repeats = stages, context, repeats
+        self.cache = _filled_cache(stages, context)
+
+    def draft(self, with_logits: bool) -> float:
+        token = _tokens(self.stages, 1)
+        return self._time(lambda: self.stages.draft(token, self.cache, with_logits))
+
+    def verify(self, width: int) -> float:
+        tokens = _tokens(self.stages, width)
+        _, hidden = self.stages.draft(tokens, self.cache, with_logits=False)
+        self.cache.rollback(self.context)
+        return self._time(lambda: self.stages.verify(tokens, hidden, self.cache))
+
+    def _time(self, call: object) -> float:
+        return _median_seconds(call, lambda: self.cache.rollback(self.context), self.repeats)
+
+
+def _time_plain(stages: Stages, context: int, repeats: int) -> float:
+    cache, token = _filled_cache(stages, context), _tokens(stages, 1)
+    return _median_seconds(
+        lambda: stages.verify(token, None, cache), lambda: cache.rollback(context), repeats
+    )
+
+
+def _median_seconds(call, undo, repeats: int) -> float:  # type: ignore[no-untyped-def]
+    seconds = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(perf_counter() - start)
+        undo()
+    return median(seconds[1:])
+
+
+def _filled_cache(stages: Stages, context: int):  # type: ignore[no-untyped-def]
+    cache = stages.new_cache(context + 64)
+    stages.prefill(_tokens(stages, context), cache)
+    return cache
+
+
+def _tokens(stages: Stages, n: int) -> Tensor:
+    vocab_size = stages.model.get_input_embeddings().num_embeddings
+    return torch.arange(n, device=stages.model.device).remainder(vocab_size)[None]
+
+
+def _interpolate(table: dict[int, float], x: int) -> float:
+    """Linear between the two nearest measured points, and beyond the last two."""
+    if x in table:
+        return table[x]
+    points = sorted(table)
+    right = next((i for i, point in enumerate(points) if point > x), len(points) - 1)
+    low, high = points[max(right - 1, 0)], points[max(right, 1)]
+    return table[low] + (table[high] - table[low]) * (x - low) / (high - low)

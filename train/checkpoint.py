@@ -1,0 +1,187 @@
+"""Checkpoints that are whole or ignored: written beside, flushed to disk, then renamed into place.
+
+    checkpoints/step-000100/
+      config.json model.safetensors tokenizer.json ...   an ordinary Hugging Face checkpoint
+      optimizer.pt, or engine/                           AdamW's state; for sharded engines all they need
+      state.json                                         step and tokens, and the size of every file here
+
+No state of random generators: each step seeds them from (seed, step, rank), see `loop.py`.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+from train.engine import is_sharded
+from train.errors import TrainingError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PARTIAL = ".partial"  # suffix of a checkpoint that is being written
+_STATE = "state.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens trained on, over all processes
+
+
+def checkpoints_folder(run_folder: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_folder / "checkpoints"
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: "PreTrainedTokenizerBase",
+    progress: Progress,
+    run_folder: Path,
+    keep: int,
+) -> Path:
+    """Save all that a resume needs and delete all but the newest `keep` checkpoints; every process calls this.
+
+    Returns the checkpoint's folder. A crash at any moment leaves the older checkpoints as they were.
+    """
+    final = checkpoints_folder(run_folder) / f"step-{progress.step:06d}"
+    partial = final.with_name(final.name + _PARTIAL)
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    save_model(accelerator, model, tokenizer, partial)
+    if is_sharded(accelerator):
+        accelerator.save_state(str(partial / "engine"))
+    elif accelerator.is_main_process:
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        _write_state(partial, progress)
+        _flush(partial)
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier, longer attempt at this run
+        os.replace(partial, final)
+        _flush_folder(final.parent)
+        _prune(final.parent, keep)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the model and tokenizer as an ordinary Hugging Face checkpoint; every process calls this."""
+    weights = accelerator.get_state_dict(model)  # gathered on the first process if sharded
+    if not accelerator.is_main_process:
+        return
+    inner: PreTrainedModel = accelerator.unwrap_model(model)
+    inner.save_pretrained(folder, state_dict={name: weight.to(dtype) for name, weight in weights.items()})
+    tokenizer.save_pretrained(folder)
+    if dtype != torch.float32:  # config.json says which dtype the weights are in
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def latest_checkpoint(run_folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None. Half-written ones are ignored, with a warning."""
+    for folder in reversed(_by_step(checkpoints_folder(run_folder))):
+        if _is_whole(folder):
+            return folder
+        warnings.warn(f"ignoring the half-written checkpoint {folder}", stacklevel=2)
+    return None
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """The step and token count of a whole checkpoint."""
+    state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    return Progress(step=state["step"], tokens=state["tokens"])
+
+
+def load_training_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Load what the model's own weights do not hold: the optimizer, or for sharded engines their whole state.
+
+    Raises `TrainingError` if the checkpoint was written by the other kind of engine.
+    """
+    sharded = is_sharded(accelerator)
+    wanted = checkpoint / ("engine" if sharded else "optimizer.pt")
+    if not wanted.exists():
+        kind = "without" if sharded else "with"
+        raise TrainingError(
+            f"{checkpoint} was written {kind} DeepSpeed or FSDP; resume with the same kind of --config_file"
+        )
+    if sharded:
+        accelerator.load_state(str(wanted))
+    else:
+        optimizer.load_state_dict(torch.load(wanted, map_location=accelerator.device, weights_only=True))
+
+
+def _by_step(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whole or not, oldest first."""
+    numbered = [(int(digits[1]), path) for path in folder.glob("step-*") if (digits := _STEP.match(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def _write_state(folder: Path, progress: Progress) -> None:
+    """Write state.json, last: it lists every other file with its size in bytes."""
+    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    state = {**asdict(progress), "files": files}
+    (folder / _STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder has its final name and all files, at full size (a copy may have been interrupted)."""
+    if folder.name.endswith(_PARTIAL):
+        return False
+    try:
+        files = json.loads((folder / _STATE).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _flush(folder: Path) -> None:
+    """Have the disk hold all files below `folder` before they get their final name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Have the disk hold a folder's list of names. Not every system lets a folder be opened (Windows)."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Delete half-written checkpoints and all but the newest `keep` whole ones."""
+    checkpoints = _by_step(folder)
+    whole = [path for path in checkpoints if _is_whole(path)]
+    for path in checkpoints:
+        if path not in whole[-keep:]:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""The command line: read it, check every setting, and only then load torch and train."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.config import TrainConfig
+from train.errors import ConfigError, TrainingError
+from train.parsing import apply_overrides, build, read_yaml
+
+_USAGE = "accelerate launch [--config_file configs/accelerate/ddp.yaml] train CONFIG [section.key=value ...]"
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The checked settings of a run: defaults <- the YAML file `path` <- `overrides` (`section.key=value`).
+
+    What depends on another section is filled in here: the run's name and folder, and the recipe's seed and
+    total_steps. Raises `ConfigError`, one line, without having loaded torch.
+    """
+    values = apply_overrides(read_yaml(path), overrides)
+    for section in [f.name for f in dataclasses.fields(TrainConfig)]:
+        values.setdefault(section, {})
+    config = build(TrainConfig, values)
+    name = config.run.name or path.stem
+    run = dataclasses.replace(config.run, name=name, output_dir=config.run.output_dir or f"runs/{name}")
+    recipe = config.recipe
+    if "seed" not in (values["recipe"] or {}):
+        recipe = dataclasses.replace(recipe, seed=run.seed)
+    if recipe.total_steps is None:
+        recipe = dataclasses.replace(recipe, total_steps=config.optim.max_steps)
+    return dataclasses.replace(config, run=run, recipe=recipe)
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The merged settings as YAML that `load_config` reads back to an equal config."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+
+
+def describe_settings() -> str:
+    """Every setting with its default and its line of documentation, for `--help`."""
+    lines = ["settings (in CONFIG as YAML, or on the command line as section.key=value):"]
+    for section in dataclasses.fields(TrainConfig):
+        lines.append(f"\n{section.name}:")
+        for f in dataclasses.fields(section.type):  # type: ignore[arg-type]
+            default = f.default if f.default is not dataclasses.MISSING else "{}"
+            name = f"  {f.name}={'' if default is None else default}"
+            text = f.metadata.get("help", "see layerskip/recipe.py")
+            lines.append(f"{name:<36} {text}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train",
+        usage=_USAGE,
+        description="Train a causal language model so that its early layers can draft for the rest (LayerSkip).",
+        epilog=describe_settings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of settings, see configs/README.md")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's")
+    parser.add_argument("--print-config", action="store_true", help="print the merged settings and stop")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code: 0, 1 (training failed), 2 (wrong settings), 128 + signal (stopped)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_intermixed_args(argv)
+    first_process = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        from train.loop import train  # here, so that wrong settings are told before seconds of imports
+
+        return train(config, argv)
+    except (ConfigError, TrainingError) as error:
+        if first_process:  # the others fail for the same reason
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing was trained since the last checkpoint", file=sys.stderr)
+        return 130

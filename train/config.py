@@ -1,0 +1,210 @@
+"""Every setting of a training run: frozen dataclasses, one per section of the YAML file.
+
+A field's second argument is its one line of documentation, with the unit; `python -m train --help` prints them.
+The section `recipe` is the library's own `layerskip.recipe.Recipe`. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from layerskip.recipe import Recipe
+from train.errors import ConfigError
+
+
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with a default and one line of documentation (kept in the field's metadata)."""
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise `ConfigError(message)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def check_at_least(section: str, values: object, limits: dict[str, float]) -> None:
+    """Raise `ConfigError` for the first attribute of `values` that lies below its limit; None passes."""
+    for name, limit in limits.items():
+        value = getattr(values, name)
+        check(value is None or value >= limit, f"{section}.{name} is {value}; it must be at least {limit}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole: its name, its folder, its seed."""
+
+    name: str = setting("", "name of the run; left out, the name of the config file")
+    output_dir: str = setting("", "folder of the run; left out, runs/<name>")
+    seed: int = setting(0, "seeds the weights, the data order and layer dropout")
+    resume: Literal["auto", "never"] = setting("auto", "auto: go on from the folder's last whole checkpoint")
+    overwrite: bool = setting(False, "delete another run's files in output_dir first")
+
+    def __post_init__(self) -> None:
+        check_at_least("run", self, {"seed": 0})
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output_dir).expanduser()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a checkpoint to continue from, or an architecture to train from scratch."""
+
+    name_or_path: str | None = setting(None, "local folder or Hub id of the checkpoint to continue from")
+    architecture: dict[str, Any] = setting({}, "from scratch: model_type and settings of its transformers config")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "arithmetic of autocast; weights stay float32")
+    save_dtype: Literal["bfloat16", "float32"] = setting("float32", "of the weights in the finished checkpoint")
+    attn_implementation: str | None = setting(None, "transformers' attention: sdpa, eager, flash_attention_2, ...")
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about a third slower")
+
+    def __post_init__(self) -> None:
+        given = (self.name_or_path is not None) + bool(self.architecture)
+        check(
+            given == 1,
+            f"model.name_or_path and model.architecture: give one, {'both are' if given else 'neither is'} given",
+        )
+        check(
+            not self.architecture or "model_type" in self.architecture,
+            "model.architecture has no model_type; name the transformers family, for example model_type: llama",
+        )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The tokenizer: the checkpoint's own unless said otherwise."""
+
+    name_or_path: str | None = setting(None, "local folder or Hub id; left out, the model's own")
+    train_vocab_size: int | None = setting(None, "train a byte-level BPE of this many tokens on the training text")
+
+    def __post_init__(self) -> None:
+        check(
+            self.name_or_path is None or self.train_vocab_size is None,
+            "tokenizer.name_or_path and tokenizer.train_vocab_size exclude each other: give one",
+        )
+        # 256 bytes and the end-of-text token are always there.
+        check_at_least("tokenizer", self, {"train_vocab_size": 257})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text: exactly one of `standard_library`, `path` and `dataset`."""
+
+    standard_library: bool = setting(False, "the running Python's own standard library sources: no download")
+    path: tuple[str, ...] = setting((), "files or globs of .txt, .md, .py (a document each) or .jsonl (one a line)")
+    dataset: str | None = setting(None, "Hub id or local folder for datasets.load_dataset")
+    subset: str | None = setting(None, "configuration name of the Hub dataset")
+    split: str = setting("train", "split of the Hub dataset that is cut into training and held-out text")
+    text_column: str = setting("text", "column of the Hub dataset, or key of a .jsonl line, that holds the text")
+    max_documents: int | None = setting(None, "use only this many documents; a Hub dataset is then streamed")
+    held_out: float = setting(0.05, "share of the sources kept for validation, and again for test")
+    sequence_length: int = setting(1024, "tokens per packed block")
+    evaluation_blocks: int = setting(64, "held-out blocks that an evaluation reads at most")
+
+    def __post_init__(self) -> None:
+        sources = self.standard_library + bool(self.path) + (self.dataset is not None)
+        check(
+            sources == 1,
+            f"data: give exactly one of standard_library, path and dataset; {sources} are given",
+        )
+        check_at_least("data", self, {"sequence_length": 8, "evaluation_blocks": 1, "max_documents": 3})
+        check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer: AdamW with warm-up and a learning-rate schedule."""
+
+    max_steps: int = setting(1000, "optimizer steps of the whole run")
+    global_batch_size: int = setting(8, "sequences per optimizer step, over all processes")
+    micro_batch_size: int = setting(8, "sequences per process and forward pass")
+    learning_rate: float = setting(1e-4, "peak, reached at the end of the warm-up")
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "course of the rate after the warm-up")
+    warmup_steps: int = setting(0, "optimizer steps of linear warm-up")
+    min_learning_rate: float = setting(0.1, "rate at the last step, as a share of the peak (not for constant)")
+    weight_decay: float = setting(0.1, "per unit of learning rate; never on norms and biases")
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay of AdamW's two running means")
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm")
+
+    def __post_init__(self) -> None:
+        check_at_least("optim", self, {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1})
+        check_at_least("optim", self, {"warmup_steps": 0, "min_learning_rate": 0, "weight_decay": 0})
+        check(self.learning_rate > 0, f"optim.learning_rate is {self.learning_rate}; it must be above 0")
+        check(self.max_grad_norm > 0, f"optim.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        check(
+            self.min_learning_rate <= 1,
+            f"optim.min_learning_rate is {self.min_learning_rate}; it is a share of the peak rate, at most 1",
+        )
+        check(
+            self.warmup_steps < self.max_steps,
+            f"optim.warmup_steps is {self.warmup_steps}; it must be below optim.max_steps ({self.max_steps})",
+        )
+        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas are {self.betas}; each must be in [0, 1)")
+        check(
+            self.global_batch_size % self.micro_batch_size == 0,
+            f"optim.global_batch_size ({self.global_batch_size}) must be a multiple of optim.micro_batch_size "
+            f"({self.micro_batch_size}) times the number of processes",
+        )
+
+
+@dataclass(frozen=True)
+class EveryConfig:
+    """How often things happen, in optimizer steps. The first and the last step are always evaluated."""
+
+    log: int = setting(10, "steps between two lines of metrics")
+    evaluate: int = setting(500, "steps between two evaluations on held-out text")
+    save: int = setting(500, "steps between two checkpoints")
+    keep: int = setting(2, "checkpoints kept; older ones are deleted")
+
+    def __post_init__(self) -> None:
+        check_at_least("every", self, {"log": 1, "evaluate": 1, "save": 1, "keep": 1})
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. Without a project nothing of it is imported; metrics.jsonl is always written."""
+
+    project: str | None = setting(None, "project to log to; left out, no wandb")
+    mode: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if an API key is there")
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Upload of the finished checkpoint."""
+
+    repo_id: str | None = setting(None, "Hub repository to upload to, owner/name; left out, no upload")
+    private: bool = setting(True, "create the repository as private")
+
+    def __post_init__(self) -> None:
+        check(
+            self.repo_id is None or self.repo_id.count("/") == 1,
+            f"hub.repo_id is {self.repo_id!r}; write it as owner/name",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run, as merged from defaults, YAML file and command line."""
+
+    run: RunConfig
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    recipe: Recipe
+    optim: OptimConfig
+    every: EveryConfig
+    wandb: WandbConfig
+    hub: HubConfig
+
+    def __post_init__(self) -> None:
+        check(
+            self.model.name_or_path is not None
+            or self.tokenizer.name_or_path is not None
+            or self.tokenizer.train_vocab_size is not None,
+            "a model from scratch has no tokenizer of its own: give tokenizer.name_or_path or "
+            "tokenizer.train_vocab_size",
+        )

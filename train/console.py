@@ -1,0 +1,66 @@
+"""What a person sees of a run: a bar on a terminal, plain lines in a file, tables of evaluations."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Reporter:
+    """Prints on the first process, is silent on the others. Use as a context manager around the loop."""
+
+    def __init__(self, enabled: bool, steps: int = 0, done: int = 0) -> None:
+        """`steps` optimizer steps in all, of which `done` lie behind."""
+        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+        self._start = time.perf_counter()
+        self._done_before, self._steps = done, steps
+        columns = (
+            *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")),
+            *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)),
+        )
+        self._bar = Progress(*columns, console=self._console, disable=not (enabled and self._console.is_terminal))
+        self._task = self._bar.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> "Reporter":
+        self._start = time.perf_counter()
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line (above the bar, if there is one)."""
+        self._console.print(text, markup=False)
+
+    def advance(self, step: int) -> None:
+        """Optimizer step `step` (counted from 1) is done."""
+        self._bar.update(self._task, completed=step)
+
+    def metrics(self, step: int, loss: float, last_loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        """Show the newest numbers: beside the bar on a terminal, as a line elsewhere."""
+        text = f"loss {loss:.3f}  last layer {last_loss:.3f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+        if self._bar.disable:
+            elapsed = time.perf_counter() - self._start
+            left = elapsed / max(1, step - self._done_before) * (self._steps - step)
+            text = f"step {step}/{self._steps}  {text}  {_clock(left)} left"
+            self.say(text)
+        else:
+            self._bar.update(self._task, description=text)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Print a table, numbers to the right."""
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+
+def _clock(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,91 @@
+"""The accelerate engine: one process, DDP, DeepSpeed or FSDP, and a guard that it is the one that was launched."""
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+from train.config import TrainConfig
+from train.errors import ConfigError, TrainingError
+
+SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+# The first process prepares the data while the others wait: longer than the usual 10 minutes for a large corpus.
+_PATIENCE = timedelta(hours=6)
+
+
+def accumulation_steps(config: TrainConfig, num_processes: int) -> int:
+    """Micro-steps per optimizer step. Raises `ConfigError` if the global batch does not divide evenly."""
+    optim = config.optim
+    rows = optim.micro_batch_size * num_processes
+    if optim.global_batch_size % rows:
+        raise ConfigError(
+            f"optim.global_batch_size is {optim.global_batch_size}; it must be a multiple of optim.micro_batch_size "
+            f"({optim.micro_batch_size}) times {num_processes} processes"
+        )
+    return optim.global_batch_size // rows
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    """The accelerator for this process, as `accelerate launch` or torchrun set it up.
+
+    Raises `ConfigError` for a batch that does not divide over the processes, `TrainingError` if accelerate fell back
+    to another engine than the launched one (which it does without a word).
+    """
+    steps = accumulation_steps(config, int(os.environ.get("WORLD_SIZE", 1)))
+    deepspeed = _asked_for("DEEPSPEED")
+    no_device = not torch.accelerator.is_available()
+    group = InitProcessGroupKwargs(timeout=_PATIENCE)
+    if deepspeed and no_device:  # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True turns it off
+        group.backend = "gloo"
+    # Sharded engines cast by themselves. Otherwise `autocast` does it: accelerate's own wrapper would also copy the
+    # logits to float32, which nobody reads.
+    precision = "bf16" if config.model.dtype == "bfloat16" and (deepspeed or _asked_for("FSDP")) else "no"
+    accelerator = Accelerator(
+        cpu=no_device and not deepspeed,
+        mixed_precision=precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False),
+        kwargs_handlers=[group, DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    _check_engine(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = config.optim.micro_batch_size
+        settings["gradient_accumulation_steps"] = steps
+        settings["gradient_clipping"] = config.optim.max_grad_norm
+    return accelerator
+
+
+def _asked_for(engine: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
+
+
+def _check_engine(accelerator: Accelerator) -> None:
+    """Raise `TrainingError` unless `accelerator` runs the engine and the processes that were launched."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != launched:
+        raise TrainingError(
+            f"{launched} processes were launched, but accelerate runs {accelerator.num_processes} here, each training "
+            "alone; launch with --config_file configs/accelerate/cpu-2.yaml (no GPU) or ddp.yaml"
+        )
+    for engine in SHARDED:
+        if _asked_for(engine.value) and accelerator.distributed_type != engine:
+            raise TrainingError(
+                f"{engine.value} was asked for, but accelerate runs {accelerator.distributed_type.value} here; "
+                "FSDP needs GPUs, DeepSpeed needs the package deepspeed: use configs/accelerate/ddp.yaml or cpu-2.yaml"
+            )
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether no process holds the whole model (DeepSpeed, FSDP): then all must take part in every forward."""
+    return accelerator.distributed_type in SHARDED
+
+
+def autocast(accelerator: Accelerator, config: TrainConfig) -> AbstractContextManager[object]:
+    """The context of a forward pass in `model.dtype`; nothing for sharded engines, which cast by themselves."""
+    if is_sharded(accelerator) or config.model.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)

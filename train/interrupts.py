@@ -1,0 +1,42 @@
+"""Ctrl-C, SIGTERM and a launcher that has gone: remembered, so that the step in hand is finished and saved first."""
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+
+class Interrupts:
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; a second one acts at once, as usual.
+
+    `accelerate launch` with one process does not pass a SIGTERM on to it: when that launcher has died, `poll` takes it
+    for a SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0  # number of the signal received; 0: none
+        self._before: dict[int, object] = {}
+        self._parent = os.getppid()
+        self._launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every accelerate launcher
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def poll(self) -> int:
+        """The signal to stop for, 0 if there is none."""
+        if not self.signal and self._launched and os.getppid() != self._parent:
+            self.signal = signal.SIGTERM
+        return int(self.signal)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()

@@ -1,0 +1,112 @@
+"""The model to train: checked against the other settings from its config alone, then loaded or made."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.config import TrainConfig
+from train.errors import ConfigError, TrainingError
+from train.parsing import nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def build_model_config(config: TrainConfig) -> "PretrainedConfig":
+    """The transformers config of the model, checked against the sequence length and the recipe.
+
+    Raises `TrainingError` if it cannot be found, `ConfigError` if something does not fit; no weights are read.
+    """
+    from transformers import AutoConfig
+
+    if config.model.architecture:
+        model_config = _from_architecture(config.model.architecture)
+    else:
+        name = str(config.model.name_or_path)
+        try:
+            model_config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"cannot load model.name_or_path={name!r}: {_first_line(error)}") from None
+    text = model_config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and config.data.sequence_length > positions:
+        raise ConfigError(
+            f"data.sequence_length is {config.data.sequence_length}; the model has {positions} positions "
+            "(max_position_embeddings): lower it"
+        )
+    try:
+        config.recipe.check(text.num_hidden_layers)
+    except ValueError as error:
+        raise ConfigError(f"recipe: {error}") from None
+    return model_config
+
+
+def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":
+    """A config from its settings. transformers would keep a misspelt key and ignore it: here it is an error."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    settings = dict(architecture)
+    model_type = settings.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        hint = nearest(model_type, list(CONFIG_MAPPING.keys()))
+        raise ConfigError(f"model.architecture.model_type is {model_type!r}; transformers has no such family{hint}")
+    known = AutoConfig.for_model(model_type)
+    for key in settings:
+        if not hasattr(known, key):
+            hint = nearest(key, list(vars(known)))
+            raise ConfigError(f"unknown key model.architecture.{key} for model_type {model_type}{hint}")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.architecture: {_first_line(error)}") from None
+
+
+def fit_vocabulary(
+    model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig
+) -> None:
+    """From scratch, give the model the tokenizer's size and special tokens; else check that its ids all fit.
+
+    Raises `ConfigError` if the tokenizer has more tokens than the model's embedding has rows.
+    """
+    text = model_config.get_text_config()
+    if config.model.architecture:
+        if "vocab_size" not in config.model.architecture:
+            text.vocab_size = len(tokenizer)
+        for name in _TOKEN_IDS:
+            if name not in config.model.architecture:
+                setattr(text, name, getattr(tokenizer, name))
+    if len(tokenizer) > text.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {text.vocab_size}: use the model's own "
+            "tokenizer, or lower tokenizer.train_vocab_size"
+        )
+
+
+def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoint: Path | None) -> "PreTrainedModel":
+    """The model in float32, in training mode: from `checkpoint` if given, else as `config.model` says.
+
+    Weights from scratch depend on `run.seed` alone.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
+    source = checkpoint or config.model.name_or_path
+    try:
+        if source is None:
+            torch.manual_seed(config.run.seed)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **attention)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, **attention)
+    except (OSError, ValueError, ImportError) as error:
+        name = source or f"model.architecture ({model_config.model_type})"
+        raise TrainingError(f"cannot build the model from {str(name)!r}: {_first_line(error)}") from None
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

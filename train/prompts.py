@@ -1,0 +1,57 @@
+"""Prompts from held-out text, written beside the run for the program `infer` to decode from."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.corpus import Document, hash_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPTS_PER_SPLIT = 24
+PROMPT_TOKENS = 96
+_LEAST_TOKENS = 24  # a shorter beginning says too little to go on from
+_LOOKAHEAD = 16 * PROMPT_TOKENS  # characters that surely hold PROMPT_TOKENS tokens
+
+# Where a part of a text begins: after a blank line, with something that is not indented (a function, a paragraph).
+_PART = re.compile(r"(?<=\n\n)(?=[^\s#)\]}])")
+
+
+def choose_prompts(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", count: int = PROMPTS_PER_SPLIT
+) -> list[str]:
+    """At most `count` prompts of about `PROMPT_TOKENS` tokens: beginnings of documents and of parts of them.
+
+    Every document gives one prompt before any gives a second. The order of the documents is a hash of their names,
+    so that the prompts do not all come from the first folder.
+    """
+    ordered = sorted(documents, key=lambda document: hash_share(document.name))
+    per_document = [_beginnings(document.text, tokenizer) for document in ordered]
+    chosen: dict[str, None] = {}
+    for prompts in itertools.zip_longest(*per_document):
+        for prompt in prompts:
+            if prompt is not None:
+                chosen[prompt] = None
+            if len(chosen) == count:
+                return list(chosen)
+    return list(chosen)
+
+
+def _beginnings(text: str, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """The text's own beginning, then those of its parts, each cut after `PROMPT_TOKENS` tokens."""
+    for start in itertools.chain([0], (match.start() for match in _PART.finditer(text))):
+        ids = tokenizer(text[start : start + _LOOKAHEAD], add_special_tokens=False)["input_ids"]
+        if len(ids) > _LEAST_TOKENS:
+            # The last token may end inside a character: its bytes alone decode to U+FFFD.
+            yield str(tokenizer.decode(ids[:PROMPT_TOKENS])).rstrip("\ufffd")
+
+
+def write_prompts(prompts: Iterable[str], path: Path) -> None:
+    """Write one `{"prompt": text}` a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts]
+    path.write_text("".join(lines), encoding="utf-8")

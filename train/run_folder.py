@@ -1,0 +1,132 @@
+"""The run folder: whose it is, what may be written into it, and how the run was started.
+
+    runs/quickstart/
+      config.yaml provenance.json           the merged settings; every launch with its command line, commit and versions
+      data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
+      checkpoints/step-000100/              what a resume needs
+      metrics.jsonl evaluation.json         what was measured
+      config.json model.safetensors ...     the finished checkpoint, an ordinary Hugging Face one
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.command import to_yaml
+from train.config import TrainConfig
+from train.errors import ConfigError, TrainingError
+from train.parsing import read_yaml
+
+# What a run writes: it refuses to write over these, and `run.overwrite` deletes these and nothing else.
+OUTPUTS = (
+    *("config.yaml", "provenance.json", "metrics.jsonl", "evaluation.json", "README.md", "chat_template.jinja"),
+    *("data", "tokenizer", "prompts", "checkpoints", "wandb"),
+    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json"),
+)
+# Settings that may differ between a run and its resumption; all others make it another run.
+_MAY_CHANGE = {
+    "run": ("name", "output_dir", "resume", "overwrite"),
+    "model": ("save_dtype", "gradient_checkpointing", "attn_implementation"),
+    "data": ("evaluation_blocks",),
+    "recipe": ("total_steps",),
+    "optim": ("max_steps", "micro_batch_size"),
+}
+_FREE_SECTIONS = ("every", "wandb", "hub")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "deepspeed", "wandb")
+
+
+def claim(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Make `config.run.folder` this run's: check whose it is, then write config.yaml and provenance.json.
+
+    Called by the first process alone. Raises `TrainingError` if the folder holds another run (or any run, under
+    `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote.
+    """
+    folder = config.run.folder
+    existing = [path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))]
+    if existing:
+        reason = _reason_to_refuse(config, existing[0])
+        if reason and not config.run.overwrite:
+            raise TrainingError(f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it")
+        if reason:
+            for path in existing:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    _record_launch(folder / "provenance.json", argv)
+
+
+def _reason_to_refuse(config: TrainConfig, found: Path) -> str:
+    """Why this run may not use a folder that holds `found`; empty if it is this very run, to be resumed."""
+    folder = config.run.folder
+    if not (folder / "config.yaml").is_file() or not (folder / "provenance.json").is_file():
+        return f"{folder} holds {found.name}, but no run of this program"
+    if config.run.resume == "never":
+        return f"{folder} holds a run already, and run.resume=never"
+    try:
+        there = _identity(read_yaml(folder / "config.yaml"))
+    except ConfigError as error:
+        return f"{folder} holds a run whose settings cannot be read ({error})"
+    here = _identity(_as_written(config))
+    for key in sorted(there.keys() | here.keys()):
+        if there.get(key) != here.get(key):
+            return f"{folder} holds another run: {key} is {there.get(key)!r} there and {here.get(key)!r} here"
+    return ""
+
+
+def _as_written(config: TrainConfig) -> dict[str, Any]:
+    """The settings as config.yaml will hold them: lists where dataclasses hold tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return values
+
+
+def _identity(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings that make a run the run it is, by dotted name."""
+    flat: dict[str, Any] = {}
+    for section, content in values.items():
+        if section not in _FREE_SECTIONS:
+            kept = {k: v for k, v in (content or {}).items() if k not in _MAY_CHANGE.get(section, ())}
+            flat.update({f"{section}.{key}": value for key, value in kept.items()})
+    return flat
+
+
+def _record_launch(path: Path, argv: Sequence[str]) -> None:
+    """Append this launch to provenance.json; a new file gets the run's id (which wandb uses, too)."""
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    record = record or {"run_id": uuid.uuid4().hex[:8], "launches": []}
+    record["launches"].append(
+        {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "argv": list(argv),
+            "commit": git_commit(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+        }
+    )
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, with `-dirty` if files differ from it; None outside a git checkout."""
+    checkout = Path(__file__).resolve().parents[1]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,82 @@
+"""From settings to a run that can step: folder, engine, data, model, optimizer, and the checkpoint to go on from."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+
+import layerskip
+from train import run_folder
+from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
+from train.config import TrainConfig
+from train.data import Data, open_data, prepare_data
+from train.engine import accumulation_steps, build_accelerator
+from train.evaluate import Evaluator
+from train.model import build_model, build_model_config, fit_vocabulary
+from train.optim import build_optimizer
+from train.tracking import wandb_mode
+
+if TYPE_CHECKING:
+    from layerskip.handle import Handle
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the loop works with."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    data: Data
+    model: torch.nn.Module  # as the engine wrapped it
+    handle: "Handle"  # the recipe at work on the model
+    optimizer: torch.optim.Optimizer
+    evaluator: Evaluator
+    progress: Progress  # counted up by the loop
+    resumed: Path | None  # the checkpoint the run goes on from
+
+
+def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
+    """Check, load and wrap everything. Each thing is checked against the others before the next, heavier one is made.
+
+    Raises `ConfigError` and `TrainingError`, see there.
+    """
+    accumulation_steps(config, int(os.environ.get("WORLD_SIZE", 1)))
+    if os.environ.get("RANK", "0") == "0":
+        if config.wandb.project:
+            wandb_mode(config.wandb)
+        run_folder.claim(config, argv)
+    accelerator = build_accelerator(config)
+    _quiet_libraries(accelerator.is_main_process)
+
+    model_config = build_model_config(config)
+    if accelerator.is_main_process:
+        prepare_data(config)
+    accelerator.wait_for_everyone()
+    data = open_data(config)
+    fit_vocabulary(model_config, data.tokenizer, config)
+
+    resumed = latest_checkpoint(config.run.folder)
+    model = build_model(config, model_config, resumed)
+    handle = layerskip.prepare(model, config.recipe)
+    evaluator = Evaluator(accelerator, model, config)
+    optimizer = build_optimizer(model, config.optim)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    if resumed:
+        load_training_state(accelerator, optimizer, resumed)
+    progress = read_progress(resumed) if resumed else Progress()
+    return Run(config, accelerator, data, wrapped, handle, optimizer, evaluator, progress, resumed)
+
+
+def _quiet_libraries(main: bool) -> None:
+    """No bars of transformers between our lines, and nothing at all from the other processes but errors."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if not main:
+        logging.set_verbosity_error()
+        warnings.simplefilter("ignore")

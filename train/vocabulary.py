@@ -1,0 +1,58 @@
+"""The tokenizer: the checkpoint's, another one's, or a byte-level BPE trained on the training text."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from train.config import TrainConfig
+from train.errors import TrainingError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def build_tokenizer(config: TrainConfig, training_texts: Iterable[str]) -> "PreTrainedTokenizerBase":
+    """The run's tokenizer. `training_texts` is read only if `tokenizer.train_vocab_size` is set.
+
+    Raises `TrainingError` if it cannot be loaded or has no end-of-text token (documents are joined with it).
+    """
+    if config.tokenizer.train_vocab_size is not None:
+        return train_tokenizer(training_texts, config.tokenizer.train_vocab_size)
+    name = config.tokenizer.name_or_path or config.model.name_or_path
+    assert name is not None  # TrainConfig checks it
+    return load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a local folder or Hub repository; `TrainingError` as for `build_tokenizer`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise TrainingError(f"cannot load the tokenizer {name!r}: {first_line}") from None
+    if tokenizer.eos_token_id is None:
+        raise TrainingError(f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it")
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
+    """A byte-level BPE of at most `vocab_size` tokens, the end-of-text token among them (id 0)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: nothing is ever unknown
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
