@@ -53,7 +53,7 @@ def save_checkpoint(
     run_folder: Path,
     keep: int,
 ) -> Path:
-    """Save all that a resume needs and delete all but the newest `keep` checkpoints; every process calls this.
+    """Save all that a resume needs, delete all but the newest `keep` checkpoints; every process calls this.
 
     Returns the checkpoint's folder. A crash at any moment leaves the older checkpoints as they were.
     """
@@ -135,7 +135,9 @@ def load_training_state(accelerator: Accelerator, optimizer: torch.optim.Optimiz
 
 def _by_step(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not, oldest first."""
-    numbered = [(int(digits[1]), path) for path in folder.glob("step-*") if (digits := _STEP.match(path.name))]
+    numbered = [
+        (int(digits[1]), path) for path in folder.glob("step-*") if (digits := _STEP.match(path.name))
+    ]
     return [path for _, path in sorted(numbered)]
 
 
@@ -147,7 +149,7 @@ def _write_state(folder: Path, progress: Progress) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder has its final name and all files, at full size (a copy may have been interrupted)."""
+    """Whether the folder has its final name and all files at full size (a copy may be interrupted)."""
     if folder.name.endswith(_PARTIAL):
         return False
     try:

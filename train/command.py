@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,15 +51,15 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def describe_settings() -> str:
-    """Every setting with its default and its line of documentation, for `--help`."""
+    """Every setting with its default and its comment in the source, for `--help`."""
     lines = ["settings (in CONFIG as YAML, or on the command line as section.key=value):"]
     for section in dataclasses.fields(TrainConfig):
+        kind: Any = section.type
+        comments = dict(re.findall(r"^    (\w+): .*?#\s*(.+)$", inspect.getsource(kind), flags=re.MULTILINE))
         lines.append(f"\n{section.name}:")
-        for f in dataclasses.fields(section.type):  # type: ignore[arg-type]
-            default = f.default if f.default is not dataclasses.MISSING else "{}"
-            name = f"  {f.name}={'' if default is None else default}"
-            text = f.metadata.get("help", "see layerskip/recipe.py")
-            lines.append(f"{name:<36} {text}")
+        for f in dataclasses.fields(kind):
+            default = "" if f.default in (None, dataclasses.MISSING) else f.default
+            lines.append(f"  {f.name + '=' + str(default):<34} {comments[f.name]}")
     return "\n".join(lines)
 
 
@@ -65,18 +67,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train",
         usage=_USAGE,
-        description="Train a causal language model so that its early layers can draft for the rest (LayerSkip).",
+        description="Train a causal LM so that its early layers can draft for the rest (LayerSkip).",
         epilog=describe_settings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of settings, see configs/README.md")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's")
+    parser.add_argument(
+        "config", metavar="CONFIG", type=Path, help="YAML file of settings, see configs/README.md"
+    )
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the merged settings and stop")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code: 0, 1 (training failed), 2 (wrong settings), 128 + signal (stopped)."""
+    """Run the program; returns 0, 1 (training failed), 2 (wrong settings) or 128 + signal (stopped)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_intermixed_args(argv)
     first_process = os.environ.get("RANK", "0") == "0"

@@ -1,6 +1,6 @@
 """Every setting of a training run: frozen dataclasses, one per section of the YAML file.
 
-A field's second argument is its one line of documentation, with the unit; `python -m train --help` prints them.
+A field's comment is its documentation, with the unit; `python -m train --help` prints it.
 The section `recipe` is the library's own `layerskip.recipe.Recipe`. Nothing here imports torch.
 """
 
@@ -10,13 +10,6 @@ from typing import Any, Literal
 
 from layerskip.recipe import Recipe
 from train.errors import ConfigError
-
-
-def setting(default: Any, text: str) -> Any:
-    """A dataclass field with a default and one line of documentation (kept in the field's metadata)."""
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
 
 
 def check(condition: bool, message: str) -> None:
@@ -36,11 +29,11 @@ def check_at_least(section: str, values: object, limits: dict[str, float]) -> No
 class RunConfig:
     """The run as a whole: its name, its folder, its seed."""
 
-    name: str = setting("", "name of the run; left out, the name of the config file")
-    output_dir: str = setting("", "folder of the run; left out, runs/<name>")
-    seed: int = setting(0, "seeds the weights, the data order and layer dropout")
-    resume: Literal["auto", "never"] = setting("auto", "auto: go on from the folder's last whole checkpoint")
-    overwrite: bool = setting(False, "delete another run's files in output_dir first")
+    name: str = ""  # name of the run; left out, the name of the config file
+    output_dir: str = ""  # folder of the run; left out, runs/<name>
+    seed: int = 0  # seeds the weights, the data order and layer dropout
+    resume: Literal["auto", "never"] = "auto"  # auto: go on from the folder's last whole checkpoint
+    overwrite: bool = False  # delete another run's files in output_dir first
 
     def __post_init__(self) -> None:
         check_at_least("run", self, {"seed": 0})
@@ -55,22 +48,22 @@ class RunConfig:
 class ModelConfig:
     """The model: a checkpoint to continue from, or an architecture to train from scratch."""
 
-    name_or_path: str | None = setting(None, "local folder or Hub id of the checkpoint to continue from")
-    architecture: dict[str, Any] = setting({}, "from scratch: model_type and settings of its transformers config")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "arithmetic of autocast; weights stay float32")
-    save_dtype: Literal["bfloat16", "float32"] = setting("float32", "of the weights in the finished checkpoint")
-    attn_implementation: str | None = setting(None, "transformers' attention: sdpa, eager, flash_attention_2, ...")
-    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, about a third slower")
+    name_or_path: str | None = None  # local folder or Hub id of the checkpoint to continue from
+    architecture: dict[str, Any] = field(default_factory=dict)  # from scratch: transformers settings
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # arithmetic of autocast; weights stay float32
+    save_dtype: Literal["bfloat16", "float32"] = "float32"  # of the weights in the finished checkpoint
+    attn_implementation: str | None = None  # transformers' attention: sdpa, eager, flash_attention_2, ...
+    gradient_checkpointing: bool = False  # recompute activations: less memory, about a third slower
 
     def __post_init__(self) -> None:
         given = (self.name_or_path is not None) + bool(self.architecture)
         check(
             given == 1,
-            f"model.name_or_path and model.architecture: give one, {'both are' if given else 'neither is'} given",
+            f"model.name_or_path, model.architecture: give one; {'both' if given else 'neither'} given",
         )
         check(
             not self.architecture or "model_type" in self.architecture,
-            "model.architecture has no model_type; name the transformers family, for example model_type: llama",
+            "model.architecture has no model_type; name the family, for example model_type: llama",
         )
 
 
@@ -78,8 +71,8 @@ class ModelConfig:
 class TokenizerConfig:
     """The tokenizer: the checkpoint's own unless said otherwise."""
 
-    name_or_path: str | None = setting(None, "local folder or Hub id; left out, the model's own")
-    train_vocab_size: int | None = setting(None, "train a byte-level BPE of this many tokens on the training text")
+    name_or_path: str | None = None  # local folder or Hub id; left out, the model's own
+    train_vocab_size: int | None = None  # train a byte-level BPE of this many tokens on the training text
 
     def __post_init__(self) -> None:
         check(
@@ -94,16 +87,16 @@ class TokenizerConfig:
 class DataConfig:
     """The text: exactly one of `standard_library`, `path` and `dataset`."""
 
-    standard_library: bool = setting(False, "the running Python's own standard library sources: no download")
-    path: tuple[str, ...] = setting((), "files or globs of .txt, .md, .py (a document each) or .jsonl (one a line)")
-    dataset: str | None = setting(None, "Hub id or local folder for datasets.load_dataset")
-    subset: str | None = setting(None, "configuration name of the Hub dataset")
-    split: str = setting("train", "split of the Hub dataset that is cut into training and held-out text")
-    text_column: str = setting("text", "column of the Hub dataset, or key of a .jsonl line, that holds the text")
-    max_documents: int | None = setting(None, "use only this many documents; a Hub dataset is then streamed")
-    held_out: float = setting(0.05, "share of the sources kept for validation, and again for test")
-    sequence_length: int = setting(1024, "tokens per packed block")
-    evaluation_blocks: int = setting(64, "held-out blocks that an evaluation reads at most")
+    standard_library: bool = False  # the running Python's own standard library sources: no download
+    path: tuple[str, ...] = ()  # files or globs of .txt, .md, .py (a document each) or .jsonl (one a line)
+    dataset: str | None = None  # Hub id or local folder for datasets.load_dataset
+    subset: str | None = None  # configuration name of the Hub dataset
+    split: str = "train"  # split of the Hub dataset that is cut into training and held-out text
+    text_column: str = "text"  # column of the Hub dataset, or key of a .jsonl line, that holds the text
+    max_documents: int | None = None  # use only this many documents; a Hub dataset is then streamed
+    held_out: float = 0.05  # share of the sources kept for validation, and again for test
+    sequence_length: int = 1024  # tokens per packed block
+    evaluation_blocks: int = 64  # held-out blocks that an evaluation reads at most
 
     def __post_init__(self) -> None:
         sources = self.standard_library + bool(self.path) + (self.dataset is not None)
@@ -111,24 +104,26 @@ class DataConfig:
             sources == 1,
             f"data: give exactly one of standard_library, path and dataset; {sources} are given",
         )
-        check_at_least("data", self, {"sequence_length": 8, "evaluation_blocks": 1, "max_documents": 3})
-        check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
+        check_at_least("data", self, {"sequence_length": 32, "evaluation_blocks": 1, "max_documents": 3})
+        check(
+            0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4"
+        )
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer: AdamW with warm-up and a learning-rate schedule."""
 
-    max_steps: int = setting(1000, "optimizer steps of the whole run")
-    global_batch_size: int = setting(8, "sequences per optimizer step, over all processes")
-    micro_batch_size: int = setting(8, "sequences per process and forward pass")
-    learning_rate: float = setting(1e-4, "peak, reached at the end of the warm-up")
-    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "course of the rate after the warm-up")
-    warmup_steps: int = setting(0, "optimizer steps of linear warm-up")
-    min_learning_rate: float = setting(0.1, "rate at the last step, as a share of the peak (not for constant)")
-    weight_decay: float = setting(0.1, "per unit of learning rate; never on norms and biases")
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay of AdamW's two running means")
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this norm")
+    max_steps: int = 1000  # optimizer steps of the whole run
+    global_batch_size: int = 8  # sequences per optimizer step, over all processes
+    micro_batch_size: int = 8  # sequences per process and forward pass
+    learning_rate: float = 1e-4  # peak, reached at the end of the warm-up
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # course of the rate after the warm-up
+    warmup_steps: int = 0  # optimizer steps of linear warm-up
+    min_learning_rate: float = 0.1  # rate at the last step, as a share of the peak (not for constant)
+    weight_decay: float = 0.1  # per unit of learning rate; never on norms and biases
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two running means
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
 
     def __post_init__(self) -> None:
         check_at_least("optim", self, {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1})
@@ -143,11 +138,13 @@ class OptimConfig:
             self.warmup_steps < self.max_steps,
             f"optim.warmup_steps is {self.warmup_steps}; it must be below optim.max_steps ({self.max_steps})",
         )
-        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas are {self.betas}; each must be in [0, 1)")
+        check(
+            all(0 <= beta < 1 for beta in self.betas), f"optim.betas are {self.betas}; each must be in [0, 1)"
+        )
         check(
             self.global_batch_size % self.micro_batch_size == 0,
-            f"optim.global_batch_size ({self.global_batch_size}) must be a multiple of optim.micro_batch_size "
-            f"({self.micro_batch_size}) times the number of processes",
+            f"optim.global_batch_size ({self.global_batch_size}) must be a multiple of "
+            f"optim.micro_batch_size ({self.micro_batch_size}) times the number of processes",
         )
 
 
@@ -155,10 +152,10 @@ class OptimConfig:
 class EveryConfig:
     """How often things happen, in optimizer steps. The first and the last step are always evaluated."""
 
-    log: int = setting(10, "steps between two lines of metrics")
-    evaluate: int = setting(500, "steps between two evaluations on held-out text")
-    save: int = setting(500, "steps between two checkpoints")
-    keep: int = setting(2, "checkpoints kept; older ones are deleted")
+    log: int = 10  # steps between two lines of metrics
+    evaluate: int = 500  # steps between two evaluations on held-out text
+    save: int = 500  # steps between two checkpoints
+    keep: int = 2  # checkpoints kept; older ones are deleted
 
     def __post_init__(self) -> None:
         check_at_least("every", self, {"log": 1, "evaluate": 1, "save": 1, "keep": 1})
@@ -168,16 +165,16 @@ class EveryConfig:
 class WandbConfig:
     """Weights & Biases. Without a project nothing of it is imported; metrics.jsonl is always written."""
 
-    project: str | None = setting(None, "project to log to; left out, no wandb")
-    mode: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if an API key is there")
+    project: str | None = None  # project to log to; left out, no wandb
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online if an API key is there
 
 
 @dataclass(frozen=True)
 class HubConfig:
     """Upload of the finished checkpoint."""
 
-    repo_id: str | None = setting(None, "Hub repository to upload to, owner/name; left out, no upload")
-    private: bool = setting(True, "create the repository as private")
+    repo_id: str | None = None  # Hub repository to upload to, owner/name; left out, no upload
+    private: bool = True  # create the repository as private
 
     def __post_init__(self) -> None:
         check(

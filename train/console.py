@@ -2,9 +2,17 @@
 
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 
@@ -20,7 +28,9 @@ class Reporter:
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")),
             *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)),
         )
-        self._bar = Progress(*columns, console=self._console, disable=not (enabled and self._console.is_terminal))
+        self._bar = Progress(
+            *columns, console=self._console, disable=not (enabled and self._console.is_terminal)
+        )
         self._task = self._bar.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> "Reporter":
@@ -39,14 +49,17 @@ class Reporter:
         """Optimizer step `step` (counted from 1) is done."""
         self._bar.update(self._task, completed=step)
 
-    def metrics(self, step: int, loss: float, last_loss: float, learning_rate: float, tokens_per_second: float) -> None:
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Show the newest numbers: beside the bar on a terminal, as a line elsewhere."""
-        text = f"loss {loss:.3f}  last layer {last_loss:.3f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+        parts = [f"loss {values['loss']:.3f}"]
+        if "last" in values:
+            parts.append(f"last layer {values['last']:.3f}")
+        parts += [f"lr {values['learning_rate']:.2e}", f"{values['tokens_per_second']:,.0f} tokens/s"]
+        text = "  ".join(parts)
         if self._bar.disable:
             elapsed = time.perf_counter() - self._start
             left = elapsed / max(1, step - self._done_before) * (self._steps - step)
-            text = f"step {step}/{self._steps}  {text}  {_clock(left)} left"
-            self.say(text)
+            self.say(f"step {step}/{self._steps}  {text}  {_clock(left)} left")
         else:
             self._bar.update(self._task, description=text)
 

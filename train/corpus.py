@@ -1,8 +1,9 @@
 """Where the text comes from, and which of it is held out.
 
-Every document belongs to a *group* (a module or package of the standard library, a file, a document of a Hub dataset).
-A stable hash of the group's name decides whether it is trained on, used to choose settings ("validation") or only
-reported ("test"): siblings never sit on two sides, and more documents never move an old one.
+Every document belongs to a *group* (a module or package of the standard library, a file, a document of a Hub
+dataset). A stable hash of the group's name decides whether it is trained on, used to choose settings
+("validation") or only reported ("test"): siblings never sit on two sides, and more documents never move an
+old one.
 """
 
 import glob
@@ -19,7 +20,16 @@ from train.errors import TrainingError
 SPLITS = ("train", "validation", "test")
 
 # Not the library's own prose: its tests, bundled and generated packages, and what was installed beside it.
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 _TEXT_SUFFIXES = {".txt", ".md", ".py"}
 
 
@@ -37,7 +47,7 @@ def hash_share(text: str) -> float:
 
 
 def split_of(group: str, held_out: float) -> str:
-    """The split of a group: "test" and "validation" each get the share `held_out` of all groups, in expectation."""
+    """The split of a group; "test" and "validation" each get the share `held_out` of all, in expectation."""
     share = hash_share(group)
     return "test" if share < held_out else "validation" if share < 2 * held_out else "train"
 
@@ -80,13 +90,15 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
 
 
 def _local_files(data: DataConfig) -> Iterator[Document]:
-    """Files in the order of their names. A text file is a document and a group; so is each line of a .jsonl."""
+    """Files in the order of their names; a text file, or a line of a .jsonl, is a document and a group."""
     paths: list[Path] = []
     for pattern in data.path:
         found = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
         found = [path for path in found if path.is_file()]
         if not found:
-            raise TrainingError(f"data.path: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'")
+            raise TrainingError(
+                f"data.path: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'"
+            )
         paths.extend(found)
     for path in dict.fromkeys(paths):  # once, however many patterns match it
         if path.suffix == ".jsonl":
@@ -94,18 +106,22 @@ def _local_files(data: DataConfig) -> Iterator[Document]:
         elif path.suffix in _TEXT_SUFFIXES:
             yield Document(_read_text(path), path.as_posix(), path.as_posix())
         else:
-            raise TrainingError(f"data.path: cannot read {path}; known are .jsonl, {', '.join(sorted(_TEXT_SUFFIXES))}")
+            raise TrainingError(
+                f"data.path: cannot read {path}; known are .jsonl, {', '.join(sorted(_TEXT_SUFFIXES))}"
+            )
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TrainingError(f"data.path: {path} is not UTF-8 (byte {error.start}); convert it or leave it out") from None
+        raise TrainingError(
+            f"data.path: {path} is not UTF-8 (byte {error.start}); convert it or leave it out"
+        ) from None
 
 
 def _jsonl(path: Path, text_column: str) -> Iterator[Document]:
-    """One document a line. The group is the text itself, so that a line that occurs twice stays on one side."""
+    """One document a line. Its group is the text itself: a line that occurs twice stays on one side."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -133,7 +149,9 @@ def _hub_dataset(data: DataConfig) -> Iterator[Document]:
         raise TrainingError(f"data.dataset: cannot load {data.dataset!r}: {first_line}") from None
     columns = rows.column_names
     if columns is not None and data.text_column not in columns:
-        raise TrainingError(f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}")
+        raise TrainingError(
+            f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}"
+        )
     for index, row in enumerate(rows):
         text = str(row[data.text_column])
         yield Document(text, f"{data.dataset}:{index}", text)

@@ -1,4 +1,4 @@
-"""The run's data: text -> tokenizer, packed tokens and prompts in the run folder, made once and read by every process."""
+"""The run's data: tokenizer, packed tokens and prompts, made once and read by every process."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -33,10 +33,10 @@ class Data:
 
 
 def prepare_data(config: TrainConfig) -> dict[str, int]:
-    """Write tokenizer/, data/ and prompts/ into the run folder, unless they are there; returns tokens per split.
+    """Write tokenizer/, data/ and prompts/ into the run folder unless there; returns tokens per split.
 
-    Called by one process. The same run always finds the same files, so a resumed run reads the tokens it began with,
-    whatever has become of the text since. Raises `TrainingError` for text that cannot be used.
+    Called by one process. The same run always finds the same files, so a resumed run reads the tokens it
+    began with, whatever has become of the text since. Raises `TrainingError` for text that cannot be used.
     """
     folder = config.run.folder
     manifest = folder / "data" / "manifest.json"  # written last: its presence says that all is there
@@ -61,7 +61,9 @@ def open_data(config: TrainConfig) -> Data:
     folder = config.run.folder
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     dtype: np.dtype = token_dtype(len(tokenizer))  # type: ignore[type-arg]
-    splits = {split: Blocks(_token_file(folder, split), dtype, config.data.sequence_length) for split in SPLITS}
+    splits = {
+        split: Blocks(_token_file(folder, split), dtype, config.data.sequence_length) for split in SPLITS
+    }
     return Data(tokenizer, **splits)
 
 
@@ -92,6 +94,7 @@ def _check_counts(counts: dict[str, int], config: TrainConfig) -> None:
     empty = [split for split, count in counts.items() if count == 0]
     if empty:
         raise TrainingError(
-            f"no text for {' and '.join(empty)}: the sources are too few for data.held_out={config.data.held_out}; "
-            "give more files (text is held out by whole files, or lines of a .jsonl) or change data.held_out"
+            f"no text for {' and '.join(empty)}: the sources are too few for data.held_out="
+            f"{config.data.held_out}; give more files (text is held out by whole files, or "
+            "lines of a .jsonl) or change data.held_out"
         )

@@ -1,4 +1,4 @@
-"""The accelerate engine: one process, DDP, DeepSpeed or FSDP, and a guard that it is the one that was launched."""
+"""The accelerate engine (one process, DDP, DeepSpeed, FSDP), and a guard that it is the launched one."""
 
 import contextlib
 import os
@@ -13,7 +13,8 @@ from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
-# The first process prepares the data while the others wait: longer than the usual 10 minutes for a large corpus.
+# The first process prepares the data while the others wait: longer than the usual 10 minutes for a large
+# corpus.
 _PATIENCE = timedelta(hours=6)
 
 
@@ -23,8 +24,8 @@ def accumulation_steps(config: TrainConfig, num_processes: int) -> int:
     rows = optim.micro_batch_size * num_processes
     if optim.global_batch_size % rows:
         raise ConfigError(
-            f"optim.global_batch_size is {optim.global_batch_size}; it must be a multiple of optim.micro_batch_size "
-            f"({optim.micro_batch_size}) times {num_processes} processes"
+            f"optim.global_batch_size is {optim.global_batch_size}; it must be a multiple of "
+            f"optim.micro_batch_size ({optim.micro_batch_size}) times {num_processes} processes"
         )
     return optim.global_batch_size // rows
 
@@ -32,17 +33,19 @@ def accumulation_steps(config: TrainConfig, num_processes: int) -> int:
 def build_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator for this process, as `accelerate launch` or torchrun set it up.
 
-    Raises `ConfigError` for a batch that does not divide over the processes, `TrainingError` if accelerate fell back
-    to another engine than the launched one (which it does without a word).
+    Raises `ConfigError` for a batch that does not divide over the processes, `TrainingError` if accelerate
+    fell back to another engine than the launched one (which it does without a word).
     """
     steps = accumulation_steps(config, int(os.environ.get("WORLD_SIZE", 1)))
     deepspeed = _asked_for("DEEPSPEED")
     no_device = not torch.accelerator.is_available()
     group = InitProcessGroupKwargs(timeout=_PATIENCE)
-    if deepspeed and no_device:  # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True turns it off
+    if (
+        deepspeed and no_device
+    ):  # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True turns it off
         group.backend = "gloo"
-    # Sharded engines cast by themselves. Otherwise `autocast` does it: accelerate's own wrapper would also copy the
-    # logits to float32, which nobody reads.
+    # Sharded engines cast by themselves. Otherwise `autocast` does it: accelerate's own wrapper would also
+    # copy the logits to float32, which nobody reads.
     precision = "bf16" if config.model.dtype == "bfloat16" and (deepspeed or _asked_for("FSDP")) else "no"
     accelerator = Accelerator(
         cpu=no_device and not deepspeed,
@@ -68,24 +71,24 @@ def _check_engine(accelerator: Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != launched:
         raise TrainingError(
-            f"{launched} processes were launched, but accelerate runs {accelerator.num_processes} here, each training "
-            "alone; launch with --config_file configs/accelerate/cpu-2.yaml (no GPU) or ddp.yaml"
+            f"{launched} processes were launched, but accelerate runs {accelerator.num_processes} here, each "
+            "training alone; launch with --config_file configs/accelerate/cpu-2.yaml (no GPU) or ddp.yaml"
         )
     for engine in SHARDED:
         if _asked_for(engine.value) and accelerator.distributed_type != engine:
             raise TrainingError(
-                f"{engine.value} was asked for, but accelerate runs {accelerator.distributed_type.value} here; "
-                "FSDP needs GPUs, DeepSpeed needs the package deepspeed: use configs/accelerate/ddp.yaml or cpu-2.yaml"
+                f"{engine.value} was asked for, but accelerate runs {accelerator.distributed_type.value}: "
+                "FSDP needs GPUs; or launch with configs/accelerate/ddp.yaml (or cpu-2.yaml)"
             )
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no process holds the whole model (DeepSpeed, FSDP): then all must take part in every forward."""
+    """Whether no process holds the whole model (DeepSpeed, FSDP): all must take part in every forward."""
     return accelerator.distributed_type in SHARDED
 
 
 def autocast(accelerator: Accelerator, config: TrainConfig) -> AbstractContextManager[object]:
-    """The context of a forward pass in `model.dtype`; nothing for sharded engines, which cast by themselves."""
+    """The context of a forward pass in `model.dtype`; none for sharded engines, which cast themselves."""
     if is_sharded(accelerator) or config.model.dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The two errors a user can cause. The door prints either as one line; anything else is a bug and keeps its traceback."""
+"""The two errors a user can cause, printed as one line; anything else is a bug and keeps its traceback."""
 
 
 class ConfigError(ValueError):

@@ -1,38 +1,40 @@
 """What an exit is worth: its loss and agreement on held-out text, and the speed-up that follows from them."""
 
 import copy
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 
-from layerskip.forecast import ExitMeasurement, Forecast, StageCosts, best_setting, measure_costs, measure_exits
+from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_costs, measure_exits
+from layerskip.stages import num_layers
 from train.config import TrainConfig
+from train.console import Reporter
 from train.engine import autocast, is_sharded
 from train.packing import Blocks
+from train.tracking import Tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_COSTS_CONTEXT = 128  # cached tokens when the stages are timed: a short answer's middle
+_COSTS_CONTEXT = 128  # cached tokens when the stages are timed
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Every exit on one held-out split."""
 
-    last_loss: float  # nats per token, last layer
-    exits: dict[int, ExitMeasurement]  # by exit layer, without the last
+    last_loss: float  # nats per token
+    exits: dict[int, ExitMeasurement]  # by exit layer, the last layer not among them
     forecasts: list[Forecast]  # best first; empty if the stages were not timed
 
     def best_of(self, exit_layer: int) -> Forecast | None:
         """The best forecast for one exit layer."""
-        return next((f for f in self.forecasts if f.exit_layer == exit_layer), None)
+        return next((forecast for forecast in self.forecasts if forecast.exit_layer == exit_layer), None)
 
     def record(self) -> dict[str, Any]:
-        """As JSON: {"last": {"loss"}, "exits": {"2": {"loss", "agreement", "overlap", ...}}}."""
+        """For JSON: {"last": {"loss"}, "exits": {"2": {"loss", "agreement", "overlap", "speedup", ...}}}."""
         exits: dict[str, dict[str, float]] = {}
         for exit_layer, measured in self.exits.items():
             numbers = {"loss": measured.loss, "agreement": measured.agreement, "overlap": measured.overlap}
@@ -42,3 +44,55 @@ class Evaluation:
                 numbers["speedup"] = best.speedup
             exits[str(exit_layer)] = numbers
         return {"last": {"loss": self.last_loss}, "exits": exits}
+
+
+class Evaluator:
+    """Measures the exits that the recipe trains (all, if it names none)."""
+
+    def __init__(self, accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig) -> None:
+        """Time the stages of `model`, before anything hangs on it, in the dtype it will decode in.
+
+        Weights do not matter to time, so this is done once, when memory is still free. Sharded engines have
+        no whole model to time: then there are no forecasts, and `python -m infer tune` finds the setting
+        afterwards.
+        """
+        self.accelerator, self.config, self.num_layers = accelerator, config, num_layers(model)
+        self.exits = config.recipe.exits or tuple(range(1, self.num_layers))
+        self.costs: Costs | None = None
+        if accelerator.is_main_process and not is_sharded(accelerator):
+            dtype = getattr(torch, config.model.dtype)
+            timed: torch.nn.Module = copy.deepcopy(model)
+            timed.to(device=accelerator.device, dtype=dtype)
+            context = min(_COSTS_CONTEXT, config.data.sequence_length // 2)
+            self.costs = measure_costs(timed, self.exits, context=context)
+
+    def measure(self, model: torch.nn.Module, blocks: Blocks) -> Evaluation:
+        """All exits on at most `data.evaluation_blocks` blocks.
+
+        Every process reads the same blocks: a sharded model needs all of them in each forward, and a whole
+        one is done no later. Forecasts are the first process's alone.
+        """
+        device = self.accelerator.device
+        batches = blocks.batches(self.config.optim.micro_batch_size, self.config.data.evaluation_blocks)
+        with autocast(self.accelerator, self.config):
+            measured = measure_exits(model, (batch.to(device) for batch in batches), self.exits)
+        last = measured.pop(self.num_layers)
+        return Evaluation(last.loss, measured, best_setting(measured, self.costs) if self.costs else [])
+
+
+def report(evaluation: Evaluation, split: str, step: int, reporter: Reporter, tracker: Tracker) -> None:
+    """Show an evaluation as a table and log it."""
+    rows = []
+    for exit_layer, measured in evaluation.exits.items():
+        best = evaluation.best_of(exit_layer)
+        forecast = (
+            [str(best.num_draft_tokens), f"{best.mean_acceptance_length:.2f}", f"{best.speedup:.2f}x"]
+            if best
+            else ["-", "-", "-"]
+        )
+        shares = [f"{measured.agreement:.3f}", f"{measured.overlap:.3f}"]
+        rows.append([str(exit_layer), f"{measured.loss:.3f}", *shares, *forecast])
+    title = f"{split} after {step} steps: loss of the last layer {evaluation.last_loss:.3f}"
+    columns = ["exit", "loss", "agreement", "overlap", "drafts", "tokens/verify", "forecast"]
+    reporter.table(title, columns, rows)
+    tracker.log(step, split, evaluation.record())

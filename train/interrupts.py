@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a launcher that has gone: remembered, so that the step in hand is finished and saved first."""
+"""Ctrl-C, SIGTERM and a launcher that has gone: the step in hand is finished and saved first."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from types import FrameType, TracebackType
 class Interrupts:
     """While entered, the first SIGINT or SIGTERM only sets `signal`; a second one acts at once, as usual.
 
-    `accelerate launch` with one process does not pass a SIGTERM on to it: when that launcher has died, `poll` takes it
-    for a SIGTERM.
+    `accelerate launch` with one process does not pass a SIGTERM on to it: when that launcher has died, `poll`
+    takes it for a SIGTERM.
     """
 
     def __init__(self) -> None:

@@ -1,25 +1,29 @@
 """The training loop, from top to bottom.
 
-Everything random in step `s` is seeded from (run.seed, s, rank), and the rows it reads follow from (run.seed, s): a run
-that is stopped and resumed does bit for bit what it would have done.
+Everything random in step `s` is seeded from (run.seed, s, rank), and the rows it reads follow from (run.seed,
+s): a run that is stopped and resumed does bit for bit what it would have done.
 """
 
 import math
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import Tensor
 
 from train.checkpoint import latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
 from train.engine import autocast
 from train.errors import TrainingError
+from train.evaluate import report
 from train.finish import finish, is_finished, record_before
 from train.interrupts import Interrupts
+from train.meter import Meter
 from train.optim import learning_rate, set_learning_rate
 from train.packing import block_index, micro_batches
 from train.setup import Run, set_up
@@ -30,15 +34,15 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
     """Run, or resume, the training that `config` describes; `argv` is noted in provenance.json.
 
     Returns the exit code: 0 when the run is finished, 128 + signal when it was stopped and can be resumed.
-    Raises `ConfigError` for settings that do not fit each other or the model, `TrainingError` for a folder, text or
-    model that cannot be used and for a loss that is not finite.
+    Raises `ConfigError` for settings that do not fit each other or the model, `TrainingError` for a folder,
+    text or model that cannot be used and for a loss that is not finite.
     """
     run = set_up(config, argv)
     accelerator, model, optimizer, progress = run.accelerator, run.model, run.optimizer, run.progress
-    optim, every = config.optim, config.every
+    optim, every, folder = config.optim, config.every, config.run.folder
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
-    meter = Meter(run.handle.num_layers, accelerator.device)
     tokens_per_step = optim.global_batch_size * config.data.sequence_length
+    meter = Meter(run.handle.num_layers, accelerator.device)
 
     with (
         Interrupts() as interrupts,
@@ -47,7 +51,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
     ):
         announce(run, reporter)
         if is_finished(run):
-            reporter.say(f"{config.run.folder} is finished already; raise optim.max_steps to go on")
+            reporter.say(f"{folder} is finished already; raise optim.max_steps to go on")
             return 0
         if progress.step == 0:
             record_before(run, reporter, tracker)
@@ -59,57 +63,133 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             rate = learning_rate(step, optim)
             set_learning_rate(optimizer.param_groups, rate)
 
-            # The rows of this process for the whole accumulation window: [(micro_batch, sequence_length), ...]
+            # This process's rows of the whole accumulation window: [(micro_batch, sequence_length), ...]
             window = [
                 run.data.train.rows(block_index(config.run.seed, i, len(run.data.train)) for i in positions)
-                for positions in micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
+                for positions in micro_batches(
+                    step, optim.global_batch_size, optim.micro_batch_size, rank, processes
+                )
             ]
-            # Losses are sums divided by the targets of the whole window over all processes, so that every token
-            # weighs the same however the batch is cut up.
+            # Losses are sums divided by the targets of the whole window over all processes, so that every
+            # token weighs the same however the batch is cut up.
             num_items = count_targets(window, accelerator)
-            # Undoes two means: accelerate's (DeepSpeed's) over micro-steps and DDP's over processes.
+            # Undoes two means that are taken later: accelerate's over micro-steps and DDP's over processes.
             scale = len(window) * processes
 
-            stop, grad_norm = False, 0.0
+            stop, gradient_norm = False, 0.0
             for micro_step, rows in enumerate(window):
                 run.handle.set_step(step, micro_step, first_row=rank * optim.micro_batch_size)
                 with accelerator.accumulate(model):
-                    input_ids = rows.to(accelerator.device, non_blocking=True)
+                    ids = rows.to(accelerator.device)
                     with autocast(accelerator, config):
                         loss = model(
-                            input_ids=input_ids, labels=input_ids, num_items_in_batch=num_items, use_cache=False
+                            input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False
                         ).loss
                     meter.add(loss, run.handle.losses)
                     if accelerator.sync_gradients:  # before backward: DeepSpeed steps inside it
-                        stop = agree(accelerator, meter.step_loss, interrupts.poll() != 0, run)
+                        stop = agree(run, meter.step_loss, interrupts)
                     accelerator.backward(loss * scale)
                     if accelerator.sync_gradients:
-                        grad_norm = clip_gradients(run)
+                        gradient_norm = clip_gradients(run)
                     optimizer.step()
                     optimizer.zero_grad()
-            meter.end_step(run.handle.active_exits, time.perf_counter() - started)
             progress.step += 1
             progress.tokens += tokens_per_step
+            meter.end_step(run.handle.active_exits, time.perf_counter() - started)
             reporter.advance(progress.step)
 
             last_step = progress.step == optim.max_steps
             if progress.step % every.log == 0 or last_step:
-                metrics = meter.read(accelerator)
-                metrics |= {"learning_rate": rate, "grad_norm": grad_norm, "tokens": progress.tokens}
-                metrics["tokens_per_second"] = tokens_per_step * meter.steps / meter.seconds
+                metrics = meter.read(accelerator, tokens_per_step)
+                metrics |= {"learning_rate": rate, "gradient_norm": gradient_norm, "tokens": progress.tokens}
                 tracker.log(progress.step, "train", metrics)
                 reporter.metrics(progress.step, metrics)
-                meter.reset()
-            if progress.step % every.evaluate == 0 and not last_step:
-                evaluation = run.evaluator.measure(run.data.validation)
-                run.evaluator.report(evaluation, "validation", progress.step, reporter, tracker)
+            if progress.step % every.evaluate == 0 and not last_step and not stop:
+                evaluation = run.evaluator.measure(model, run.data.validation)
+                report(evaluation, "validation", progress.step, reporter, tracker)
             if progress.step % every.save == 0 or last_step or stop:
                 saved = save_checkpoint(
-                    accelerator, model, optimizer, run.data.tokenizer, progress, config.run.folder, every.keep
+                    accelerator, model, optimizer, run.data.tokenizer, progress, folder, every.keep
                 )
+                reporter.say(f"saved {saved}")
             if stop and not last_step:
-                reporter.say(f"stopped after step {progress.step}, saved {saved}; the same command resumes from there")
-                return 128 + (interrupts.signal or 15)
+                reporter.say(f"stopped after step {progress.step}; the same command goes on from there")
+                return 128 + (interrupts.signal or signal.SIGTERM)
 
         finish(run, reporter, tracker)
     return 0
+
+
+def announce(run: Run, reporter: Reporter) -> None:
+    """Say what is about to be trained, on what, and from where."""
+    config, accelerator = run.config, run.accelerator
+    parameters = sum(
+        getattr(p, "ds_numel", p.numel()) for p in accelerator.unwrap_model(run.model).parameters()
+    )
+    blocks = {"train": run.data.train, "validation": run.data.validation, "test": run.data.test}
+    tokens = ", ".join(f"{len(b) * config.data.sequence_length:,} {split}" for split, b in blocks.items())
+    reporter.say(
+        f"{config.run.name}: {parameters:,} parameters, {run.handle.num_layers} layers; tokens: {tokens}"
+    )
+    kind = accelerator.distributed_type
+    engine = (
+        "1 process"
+        if kind == DistributedType.NO
+        else f"{kind.value} over {accelerator.num_processes} processes"
+    )
+    where = f"resumed from {run.resumed}" if run.resumed else "from the start"
+    reporter.say(
+        f"{engine} on {accelerator.device.type}, {config.model.dtype}; {where}; in {config.run.folder}"
+    )
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch for one step (a model's own dropout draws from it): a resume needs no random state."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
+
+
+def count_targets(window: Sequence[Tensor], accelerator: Accelerator) -> int:
+    """Predicted tokens in the label rows (micro_batch, sequence_length) of a window, over all processes."""
+    count = sum(int((labels[:, 1:] != -100).sum()) for labels in window)
+    return int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum"))
+
+
+def agree(run: Run, step_loss: Tensor, interrupts: Interrupts) -> bool:
+    """Whether any process was told to stop after this step.
+
+    Raises `TrainingError` on all of them, before anything is updated, if the step's loss is not finite on
+    one.
+    """
+    asked = float(interrupts.poll() != 0)
+    votes = torch.stack([step_loss.float(), torch.full_like(step_loss, asked, dtype=torch.float)])
+    loss, stops = run.accelerator.reduce(votes, reduction="sum").tolist()
+    if not math.isfinite(loss):
+        raise not_finite(run, "loss", loss)
+    return bool(stops > 0)
+
+
+def clip_gradients(run: Run) -> float:
+    """Scale gradients down to `optim.max_grad_norm`; returns their norm. `TrainingError` if not finite."""
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.optim.max_grad_norm)
+    if run.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has clipped and stepped already
+        return float(norm or 0.0)
+    assert norm is not None
+    norm = float(norm)
+    if not math.isfinite(norm):
+        raise not_finite(run, "gradient norm", norm)
+    return norm
+
+
+def not_finite(run: Run, what: str, value: float) -> TrainingError:
+    """The error for a step that must not be taken."""
+    kept = latest_checkpoint(run.config.run.folder)
+    way_out = (
+        f"the last checkpoint is {kept}: start a new run from it (model.name_or_path)"
+        if kept
+        else "start a new run"
+    )
+    rate = run.config.optim.learning_rate
+    return TrainingError(
+        f"the {what} is {value} in step {run.progress.step + 1}; the step was not taken; {way_out} with a "
+        f"lower optim.learning_rate (now {rate:g}) or a longer optim.warmup_steps"
+    )

@@ -18,7 +18,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def build_model_config(config: TrainConfig) -> "PretrainedConfig":
     """The transformers config of the model, checked against the sequence length and the recipe.
 
-    Raises `TrainingError` if it cannot be found, `ConfigError` if something does not fit; no weights are read.
+    Raises `TrainingError` if it cannot be found, `ConfigError` if something does not fit; no weights are
+    read.
     """
     from transformers import AutoConfig
 
@@ -45,14 +46,16 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
 
 
 def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":
-    """A config from its settings. transformers would keep a misspelt key and ignore it: here it is an error."""
+    """A config from its settings. transformers would keep a misspelt key and ignore it: an error here."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     settings = dict(architecture)
     model_type = settings.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, list(CONFIG_MAPPING.keys()))
-        raise ConfigError(f"model.architecture.model_type is {model_type!r}; transformers has no such family{hint}")
+        raise ConfigError(
+            f"model.architecture.model_type is {model_type!r}; transformers has no such family{hint}"
+        )
     known = AutoConfig.for_model(model_type)
     for key in settings:
         if not hasattr(known, key):
@@ -80,19 +83,23 @@ def fit_vocabulary(
                 setattr(text, name, getattr(tokenizer, name))
     if len(tokenizer) > text.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {text.vocab_size}: use the model's own "
-            "tokenizer, or lower tokenizer.train_vocab_size"
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {text.vocab_size}: "
+            "use the model's own tokenizer, or lower tokenizer.train_vocab_size"
         )
 
 
-def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoint: Path | None) -> "PreTrainedModel":
+def build_model(
+    config: TrainConfig, model_config: "PretrainedConfig", checkpoint: Path | None
+) -> "PreTrainedModel":
     """The model in float32, in training mode: from `checkpoint` if given, else as `config.model` says.
 
     Weights from scratch depend on `run.seed` alone.
     """
     from transformers import AutoModelForCausalLM
 
-    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
+    attention = (
+        {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
+    )
     source = checkpoint or config.model.name_or_path
     try:
         if source is None:

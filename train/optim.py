@@ -13,8 +13,8 @@ from train.config import OptimConfig
 def learning_rate(step: int, optim: OptimConfig) -> float:
     """The rate of optimizer step `step` (0 … max_steps − 1).
 
-    Warm-up is linear and never 0, so that the first step already trains: (step + 1) / (warmup_steps + 1) of the peak.
-    The peak is reached at step `warmup_steps`; the last step has `min_learning_rate` of it.
+    Warm-up is linear and never 0, so that the first step already trains: (step + 1) / (warmup_steps + 1) of
+    the peak. The peak is reached at step `warmup_steps`; the last step has `min_learning_rate` of it.
     """
     peak = optim.learning_rate
     if step < optim.warmup_steps:
@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: ZeRO-3 leaves an empty 1-D tensor in its place and notes the shape beside it."""
+    """Of the whole parameter: ZeRO-3 leaves an empty 1-D tensor and notes the shape beside it."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

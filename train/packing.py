@@ -1,7 +1,8 @@
 """From documents to blocks of tokens, and the order in which training reads them.
 
-A split is one long file of token ids: every document's tokens, an end-of-text token after each. Block i is tokens
-[i·T, (i+1)·T); only the tail shorter than a block is never read. Files are memory-mapped, so size is no matter.
+A split is one long file of token ids: every document's tokens, an end-of-text token after each. Block i is
+tokens [i·T, (i+1)·T); only the tail shorter than a block is never read. Files are memory-mapped, so size is
+no matter.
 """
 
 import itertools
@@ -69,8 +70,8 @@ class Blocks:
         size = path.stat().st_size // dtype.itemsize
         if size < sequence_length:
             raise TrainingError(
-                f"the {path.stem} text has {size} tokens, data.sequence_length is {sequence_length}: lower it, give "
-                "more text, or raise data.held_out" + (" less" if path.stem == "train" else "")
+                f"the {path.stem} text has {size} tokens, data.sequence_length is {sequence_length}: "
+                "lower it, give more text, or raise data.held_out" + (" less" if path.stem == "train" else "")
             )
         tokens = np.memmap(path, dtype=dtype, mode="r")
         self._blocks = tokens[: size // sequence_length * sequence_length].reshape(-1, sequence_length)
@@ -109,8 +110,8 @@ def micro_batches(
 ) -> list[range]:
     """Sequence numbers that process `rank` reads in optimizer step `step`: one range per micro-step.
 
-    In each micro-step the processes' ranges lie side by side, so that the rows of a step are the same however many
-    processes share them.
+    In each micro-step the processes' ranges lie side by side, so that the rows of a step are the same however
+    many processes share them.
     """
     start = step * global_batch_size
     stride = micro_batch_size * num_processes

@@ -1,7 +1,7 @@
-"""Defaults <- YAML file <- dotted overrides: from text to frozen dataclasses, with errors that name the way out.
+"""Defaults <- YAML file <- dotted overrides: text becomes frozen dataclasses, or an error with a way out.
 
-Knows nothing of training: it turns a mapping into any dataclass by its annotations. Supported are nested dataclasses,
-str, bool, int, float, Literal, `X | None`, tuples and plain dictionaries.
+Knows nothing of training: it turns a mapping into any dataclass by its annotations. Supported are nested
+dataclasses, str, bool, int, float, Literal, `X | None`, tuples and plain dictionaries.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `ConfigError` if there is no such file or it holds something else."""
+    """The mapping in a YAML file. `ConfigError` if there is no such file or it holds something else."""
     if not path.is_file():
         raise ConfigError(f"no config file {path}; configs/ holds those that come with the kit")
     values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -88,8 +88,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
 def build(cls: type[T], values: Any, name: str = "") -> T:
     """`cls` (a dataclass) from a mapping. `name` is the dotted place of `values`, for messages.
 
-    Raises `ConfigError` for a key that `cls` does not have (naming the nearest), a missing one without default, a
-    value of the wrong type, and whatever `cls` itself refuses with a ValueError.
+    Raises `ConfigError` for a key that `cls` does not have (naming the nearest), a missing one without
+    default, a value of the wrong type, and whatever `cls` itself refuses with a ValueError.
     """
     if values is None:  # a section that is written but left empty
         values = {}
@@ -123,7 +123,7 @@ def nearest(key: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def coerce(value: Any, kind: Any, name: str) -> Any:
-    """`value` as the annotation `kind` wants it, or a `ConfigError` that names key, value and expected type."""
+    """`value` as the annotation `kind` wants it, or a `ConfigError` naming key, value and expected type."""
     origin = get_origin(kind)
     if dataclasses.is_dataclass(kind):
         return build(kind, value, name)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def _coerce_tuple(value: Any, kinds: tuple[Any, ...], name: str) -> tuple[Any, .
 
 
 def _coerce_plain(value: Any, kind: type, name: str) -> Any:
-    """Text, truth values, numbers and mappings. Numbers may come as text (quoted, or `1e3` for a whole number)."""
+    """Text, truth values, mappings, and numbers, which may come as text (quoted) or as `1e3` for 1000."""
     if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)

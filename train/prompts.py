@@ -17,7 +17,7 @@ PROMPT_TOKENS = 96
 _LEAST_TOKENS = 24  # a shorter beginning says too little to go on from
 _LOOKAHEAD = 16 * PROMPT_TOKENS  # characters that surely hold PROMPT_TOKENS tokens
 
-# Where a part of a text begins: after a blank line, with something that is not indented (a function, a paragraph).
+# Where a part of a text (a function, a paragraph) begins: after a blank line, not indented.
 _PART = re.compile(r"(?<=\n\n)(?=[^\s#)\]}])")
 
 
@@ -26,8 +26,8 @@ def choose_prompts(
 ) -> list[str]:
     """At most `count` prompts of about `PROMPT_TOKENS` tokens: beginnings of documents and of parts of them.
 
-    Every document gives one prompt before any gives a second. The order of the documents is a hash of their names,
-    so that the prompts do not all come from the first folder.
+    Every document gives one prompt before any gives a second. The order of the documents is a hash of their
+    names, so that the prompts do not all come from the first folder.
     """
     ordered = sorted(documents, key=lambda document: hash_share(document.name))
     per_document = [_beginnings(document.text, tokenizer) for document in ordered]

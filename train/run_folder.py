@@ -1,11 +1,11 @@
 """The run folder: whose it is, what may be written into it, and how the run was started.
 
-    runs/quickstart/
-      config.yaml provenance.json           the merged settings; every launch with its command line, commit and versions
-      data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
-      checkpoints/step-000100/              what a resume needs
-      metrics.jsonl evaluation.json         what was measured
-      config.json model.safetensors ...     the finished checkpoint, an ordinary Hugging Face one
+runs/quickstart/
+  config.yaml provenance.json           the merged settings; every launch: argv, commit, versions
+  data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
+  checkpoints/step-000100/              what a resume needs
+  metrics.jsonl evaluation.json         what was measured
+  config.json model.safetensors ...     the finished checkpoint, an ordinary Hugging Face one
 """
 
 import dataclasses
@@ -27,9 +27,22 @@ from train.parsing import read_yaml
 
 # What a run writes: it refuses to write over these, and `run.overwrite` deletes these and nothing else.
 OUTPUTS = (
-    *("config.yaml", "provenance.json", "metrics.jsonl", "evaluation.json", "README.md", "chat_template.jinja"),
+    *(
+        "config.yaml",
+        "provenance.json",
+        "metrics.jsonl",
+        "evaluation.json",
+        "README.md",
+        "chat_template.jinja",
+    ),
     *("data", "tokenizer", "prompts", "checkpoints", "wandb"),
-    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors*",
+        "tokenizer*",
+        "special_tokens_map.json",
+    ),
 )
 # Settings that may differ between a run and its resumption; all others make it another run.
 _MAY_CHANGE = {
@@ -40,21 +53,32 @@ _MAY_CHANGE = {
     "optim": ("max_steps", "micro_batch_size"),
 }
 _FREE_SECTIONS = ("every", "wandb", "hub")
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "deepspeed", "wandb")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "deepspeed",
+    "wandb",
+)
 
 
 def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     """Make `config.run.folder` this run's: check whose it is, then write config.yaml and provenance.json.
 
-    Called by the first process alone. Raises `TrainingError` if the folder holds another run (or any run, under
-    `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote.
+    Called by the first process alone. Raises `TrainingError` if the folder holds another run (or any run,
+    under `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote.
     """
     folder = config.run.folder
     existing = [path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))]
     if existing:
         reason = _reason_to_refuse(config, existing[0])
         if reason and not config.run.overwrite:
-            raise TrainingError(f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it")
+            raise TrainingError(
+                f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it"
+            )
         if reason:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,4 +1,4 @@
-"""From settings to a run that can step: folder, engine, data, model, optimizer, and the checkpoint to go on from."""
+"""From settings to a run that can step: folder, engine, data, model, optimizer, checkpoint."""
 
 import os
 import warnings
@@ -16,12 +16,15 @@ from train.checkpoint import Progress, latest_checkpoint, load_training_state, r
 from train.config import TrainConfig
 from train.data import Data, open_data, prepare_data
 from train.engine import accumulation_steps, build_accelerator
+from train.errors import TrainingError
 from train.evaluate import Evaluator
 from train.model import build_model, build_model_config, fit_vocabulary
 from train.optim import build_optimizer
 from train.tracking import wandb_mode
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from layerskip.handle import Handle
 
 
@@ -41,7 +44,7 @@ class Run:
 
 
 def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
-    """Check, load and wrap everything. Each thing is checked against the others before the next, heavier one is made.
+    """Check, load and wrap everything; each thing is checked before the next, heavier one is made.
 
     Raises `ConfigError` and `TrainingError`, see there.
     """
@@ -62,14 +65,24 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
 
     resumed = latest_checkpoint(config.run.folder)
     model = build_model(config, model_config, resumed)
-    handle = layerskip.prepare(model, config.recipe)
-    evaluator = Evaluator(accelerator, model, config)
+    evaluator, handle = _hang_recipe(accelerator, model, config)
     optimizer = build_optimizer(model, config.optim)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     if resumed:
         load_training_state(accelerator, optimizer, resumed)
     progress = read_progress(resumed) if resumed else Progress()
     return Run(config, accelerator, data, wrapped, handle, optimizer, evaluator, progress, resumed)
+
+
+def _hang_recipe(
+    accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig
+) -> "tuple[Evaluator, Handle]":
+    """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
+    try:
+        evaluator = Evaluator(accelerator, model, config)
+        return evaluator, layerskip.prepare(model, config.recipe)
+    except layerskip.UnsupportedModelError as error:
+        raise TrainingError(str(error)) from None
 
 
 def _quiet_libraries(main: bool) -> None:

@@ -4,34 +4,40 @@ import json
 import netrc
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from train.config import TrainConfig, WandbConfig
 from train.errors import ConfigError
 
 
 class Tracker:
-    """Writes metrics; only the first process has one. Use as a context manager: it finishes the wandb run."""
+    """Writes metrics on the first process, nothing on the others. Leaving it finishes the wandb run."""
 
-    def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        """Open metrics.jsonl at the end of step `resumed_step`; lines of later steps, since lost, are dropped."""
+    def __init__(self, config: TrainConfig, resumed_step: int, enabled: bool = True) -> None:
+        """Open metrics.jsonl after step `resumed_step`; lines of later steps, since lost, are dropped."""
+        self._file: TextIO | None = None
+        self._wandb: Any = None
+        if not enabled:
+            return
         folder = config.run.folder
         path = folder / "metrics.jsonl"
         truncate_after(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
-        self._wandb = _start_wandb(config, folder) if config.wandb.project else None
+        if config.wandb.project:
+            self._wandb = _start_wandb(config, folder)
 
     def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Record `values` (numbers, or dictionaries of them) measured after optimizer step `step`."""
-        record = {"step": step, "kind": kind, **values}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self._file.flush()
         if self._wandb is not None:
             self._wandb.log(flatten(values, kind), step=step)
 
     def close(self) -> None:
         """Close the file and finish the wandb run."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -77,7 +83,9 @@ def wandb_mode(wandb: WandbConfig) -> str:
     if mode == "auto":
         return "online" if has_key else "offline"
     if mode == "online" and not has_key:
-        raise ConfigError("wandb.mode is online, but there is no API key: run `wandb login` or set wandb.mode=offline")
+        raise ConfigError(
+            "wandb.mode is online, but there is no API key: run `wandb login` or set wandb.mode=offline"
+        )
     return mode
 
 
@@ -85,7 +93,12 @@ def _has_api_key() -> bool:
     """Whether wandb would find a key without asking: in the environment, or where `wandb login` puts it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].split("/")[0].split(":")[0]
+    host = (
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        .partition("://")[2]
+        .split("/")[0]
+        .split(":")[0]
+    )
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

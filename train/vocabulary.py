@@ -34,7 +34,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         first_line = str(error).strip().partition("\n")[0]
         raise TrainingError(f"cannot load the tokenizer {name!r}: {first_line}") from None
     if tokenizer.eos_token_id is None:
-        raise TrainingError(f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it")
+        raise TrainingError(
+            f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it"
+        )
     return tokenizer
 
 

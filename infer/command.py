@@ -1,0 +1,59 @@
+"""The table of commands. Only the one asked for is imported."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from infer.errors import InputError
+
+# name -> (module with add_arguments(parser) and run(arguments) -> exit code, one line of help)
+COMMANDS = {
+    "generate": ("infer.generate", "continue one prompt, streamed as it is committed"),
+    "chat": ("infer.chat", "talk to a model; the cache is kept between turns"),
+    "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
+    "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` and leave with exit code 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser(asked: str | None) -> argparse.ArgumentParser:
+    """The parser of the whole program, with the flags of the command `asked` alone."""
+    parser = Parser(prog="python -m infer", description="Decode with a model that drafts for itself (LayerSkip).")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module_name, help_line) in COMMANDS.items():
+        child = commands.add_parser(name, help=help_line, description=f"{help_line.capitalize()}.")
+        if name == asked:
+            module = importlib.import_module(module_name)
+            module.add_arguments(child)
+            child.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code: 0, 1 (a check failed), 2 (wrong input), 130 (Ctrl-C)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    asked = next((argument for argument in argv if argument in COMMANDS), None)
+    try:
+        arguments = build_parser(asked).parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        return 0
+    return code

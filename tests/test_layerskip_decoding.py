@@ -1,0 +1,247 @@
+"""The loop: scripted drafts pin what it commits, chi-square what it samples, invariants what it leaves behind."""
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+
+from layerskip import decoding
+from layerskip.acceptance import Verdict, accept_sampled
+from layerskip.decoding import decode
+from layerskip.drafting import draft_chain
+from layerskip.sampling import Sampler
+from layerskip.stages import Stages
+from tests import tiny
+from tests.distributions import chi_square_p_value
+from tests.scripted import ScriptedCache, ScriptedStages, random_table
+
+V = 4
+
+
+def never_stop(committed, new):
+    return new.shape[1], False
+
+
+def say(*tokens: int, vocab: int = 10):
+    """Logits that say the given tokens one after another, whatever came before, after a prompt of one."""
+    return lambda prefix: torch.nn.functional.one_hot(
+        torch.tensor(tokens[(len(prefix) - 1) % len(tokens)]), vocab
+    ).float()
+
+
+def run(target, draft, n, num_draft_tokens, sampler=None, stop=never_stop, prompt=(0,)):
+    stages, cache = ScriptedStages(target, draft), ScriptedCache()
+    steps = list(
+        decode(
+            stages,
+            torch.tensor([prompt]),
+            sampler or Sampler(),
+            stop,
+            num_draft_tokens=num_draft_tokens,
+            max_length=len(prompt) + n,
+            cache=cache,
+        )
+    )
+    return [token for step in steps for token in step.tokens[0].tolist()], steps, stages
+
+
+def test_a_draft_that_is_always_right():
+    tokens, steps, stages = run(say(1, 2, 3, 4, 5), say(1, 2, 3, 4, 5), n=10, num_draft_tokens=4)
+    assert tokens == [1, 2, 3, 4, 5] * 2
+    assert [(s.num_drafted, s.num_accepted, s.tokens.shape[1]) for s in steps] == [(4, 4, 5), (4, 4, 5)]
+    assert stages.verified == [5, 5]
+
+
+def test_a_draft_that_is_never_right():
+    tokens, steps, _ = run(say(1, 2, 3, 4, 5), say(9), n=5, num_draft_tokens=3)
+    assert tokens == [1, 2, 3, 4, 5]
+    assert [s.num_accepted for s in steps] == [0] * 5
+    assert [s.num_drafted for s in steps] == [3, 3, 2, 1, 0]  # never more than could be committed
+
+
+def test_a_draft_that_is_sometimes_right():
+    tokens, steps, _ = run(say(1, 2, 3, 4, 5, 6), say(1, 2, 9, 4, 5, 9), n=6, num_draft_tokens=3)
+    assert tokens == [1, 2, 3, 4, 5, 6]
+    assert [(s.num_accepted, s.tokens.shape[1]) for s in steps] == [(2, 3), (2, 3)]
+
+
+def test_a_stop_cuts_inside_an_accepted_block():
+    def stop(committed, new):
+        at = (new[0] == 3).nonzero()
+        return (int(at[0]) + 1, True) if len(at) else (new.shape[1], False)
+
+    tokens, steps, _ = run(say(1, 2, 3, 4, 5), say(1, 2, 3, 4, 5), n=50, num_draft_tokens=4, stop=stop)
+    assert tokens == [1, 2, 3]
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 5])
+def test_length_is_exact(num_draft_tokens):
+    for n in range(1, 8):
+        tokens, _, _ = run(say(1, 2, 3), say(1, 2, 3), n=n, num_draft_tokens=num_draft_tokens)
+        assert len(tokens) == n
+
+
+# --- the law of what is sampled -------------------------------------------------------------------------------
+
+
+def law_of_three(target, sampler) -> dict[tuple[int, ...], float]:
+    """Exact probability of every continuation of three tokens, by enumeration under the same processors."""
+    law = {}
+    for tokens in product(range(V), repeat=3):
+        probability, prefix = 1.0, (0,)
+        for token in tokens:
+            scores = sampler.scores(target(prefix)[None, None], torch.tensor([prefix]), torch.empty(1, 0).long())
+            probability *= float(sampler.probabilities(scores)[0, 0, token])
+            prefix += (token,)
+        law[tokens] = probability
+    return law
+
+
+def samples_of_three(target, draft, sampler, n, num_draft_tokens=2):
+    return [tuple(run(target, draft, 3, num_draft_tokens, sampler)[0]) for _ in range(n)]
+
+
+SAMPLERS = {
+    "plain": LogitsProcessorList(),
+    "temperature": LogitsProcessorList([TemperatureLogitsWarper(0.7)]),
+    "penalty": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.3)]),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_sampled_continuations_have_the_targets_law(name, num_draft_tokens):
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    sampler = Sampler(SAMPLERS[name], do_sample=True)
+    samples = samples_of_three(target, draft, sampler, 2500, num_draft_tokens)
+    assert chi_square_p_value(samples, law_of_three(target, sampler)) > 1e-4
+
+
+def wrong_residual(monkeypatch):
+    def rule(tokens, q, p, uniforms):
+        verdict = accept_sampled(tokens, q, p, uniforms)
+        return Verdict(verdict.num_accepted, p[torch.arange(len(p)), verdict.num_accepted])
+
+    monkeypatch.setattr(decoding, "accept_sampled", rule)
+
+
+def q_at_another_temperature(monkeypatch):
+    def chain(*args):
+        draft = draft_chain(*args)
+        if draft.probabilities is None:
+            return draft
+        return draft._replace(probabilities=(draft.probabilities.log() / 0.6).softmax(-1))
+
+    monkeypatch.setattr(decoding, "draft_chain", chain)
+
+
+def draft_dropped_for_its_own_value(monkeypatch):
+    """Anticipating: a sampled token the draft itself finds unlikely is thrown away, and all after it."""
+
+    def chain(*args):
+        draft = draft_chain(*args)
+        if draft.probabilities is None:
+            return draft
+        likely = draft.probabilities.gather(2, draft.tokens[..., None])[0, :, 0] > 0.4
+        n = int(likely.long().cumprod(0).sum())
+        stages, cache = args[:2]
+        cache.early[:] = cache.early[: len(cache.late) + n + 1]
+        return draft._replace(
+            tokens=draft.tokens[:, :n], probabilities=draft.probabilities[:, :n], hidden=draft.hidden[:, : n + 1]
+        )
+
+    monkeypatch.setattr(decoding, "draft_chain", chain)
+
+
+@pytest.mark.parametrize("plant", [wrong_residual, q_at_another_temperature, draft_dropped_for_its_own_value])
+def test_the_same_test_refuses_planted_bugs(monkeypatch, plant):
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    sampler = Sampler(do_sample=True)
+    plant(monkeypatch)
+    samples = samples_of_three(target, draft, sampler, 2500)
+    assert chi_square_p_value(samples, law_of_three(target, sampler)) < 1e-6
+
+
+def test_a_real_models_continuations_have_its_law():
+    """The whole chain of parts: a real cut model, its cache and its own logits."""
+    model = tiny.llama(num_layers=2, vocab_size=V, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    stages, sampler = Stages(model, 1), Sampler(LogitsProcessorList([TemperatureLogitsWarper(1.5)]), do_sample=True)
+
+    @torch.no_grad()
+    def target(prefix):
+        return model(input_ids=torch.tensor([prefix])).logits[0, -1]
+
+    samples = []
+    for _ in range(1500):
+        steps = decode(
+            stages,
+            torch.tensor([[0]]),
+            sampler,
+            never_stop,
+            num_draft_tokens=2,
+            max_length=4,
+            cache=stages.new_cache(8),
+        )
+        samples.append(tuple(token for step in steps for token in step.tokens[0].tolist()))
+    assert chi_square_p_value(samples, law_of_three(target, sampler)) > 1e-4
+
+
+def test_a_seeded_generator_reproduces():
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    runs = [
+        run(target, draft, 12, 3, Sampler(do_sample=True, generator=torch.Generator().manual_seed(7)))[0]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+# --- what is left behind --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("abandon_after", [0, 1, 3])
+def test_an_abandoned_generator_leaves_a_consistent_cache(tiny_llama, abandon_after):
+    stages = Stages(tiny_llama, 2)
+    cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
+    steps = decode(
+        stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache
+    )
+    committed = prompt
+    for _ in range(abandon_after):
+        committed = torch.cat([committed, next(steps).tokens], dim=1)
+    steps.close()
+    assert cache.length == (committed.shape[1] - 1 if abandon_after else 0)
+    # What it holds is right: decoding on from it gives what decoding from nothing gives.
+    again = decode(stages, committed, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    whole = torch.cat([committed, *[step.tokens for step in again]], dim=1)
+    expected = tiny_llama.generate(
+        prompt, do_sample=False, max_length=60, eos_token_id=None, attention_mask=torch.ones_like(prompt)
+    )
+    assert torch.equal(whole, expected)
+
+
+def test_an_error_inside_a_round_leaves_a_consistent_cache(tiny_llama, monkeypatch):
+    stages = Stages(tiny_llama, 2)
+    cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
+    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    n = 6 + next(steps).tokens.shape[1]
+    monkeypatch.setattr(stages, "verify", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        next(steps)
+    assert cache.length == n - 1
+
+
+def test_gradients_stay_as_the_caller_had_them(tiny_llama):
+    stages = Stages(tiny_llama, 2)
+    steps = decode(
+        stages,
+        torch.randint(3, 64, (1, 6)),
+        Sampler(),
+        never_stop,
+        num_draft_tokens=2,
+        max_length=20,
+        cache=stages.new_cache(),
+    )
+    next(steps)
+    assert torch.is_grad_enabled()

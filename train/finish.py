@@ -1,0 +1,168 @@
+"""The ends of a run: how good the exits are before it, and the finished checkpoint after it.
+
+Settings are chosen on the validation split; the numbers that are reported come from the test split.
+"""
+
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerskip.settings import Setting, store_setting
+from train.checkpoint import save_model
+from train.config import HubConfig
+from train.console import Reporter
+from train.evaluate import Evaluation, report
+from train.setup import Run
+from train.tracking import Tracker
+
+_EVALUATION = "evaluation.json"
+_CONFIG_KEY = "layerskip"  # in config.json, beside the recipe that the library put there
+
+
+def record_before(run: Run, reporter: Reporter, tracker: Tracker) -> None:
+    """Measure the model as it came, into evaluation.json as "before"; every process calls this."""
+    evaluations = _measure_both(run, reporter, tracker)
+    if run.accelerator.is_main_process:
+        record = {"before": {split: evaluation.record() for split, evaluation in evaluations.items()}}
+        _write_json(run.config.run.folder / _EVALUATION, record)
+
+
+def is_finished(run: Run) -> bool:
+    """Whether `finish` has been through for this number of steps."""
+    path = run.config.run.folder / _EVALUATION
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return record.get("steps") == run.progress.step >= run.config.optim.max_steps
+
+
+def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
+    """Choose the decoding setting, write the finished checkpoint, and upload it if asked to.
+
+    Every process calls this. evaluation.json is written after the checkpoint: its "after" says that all is
+    there.
+    """
+    evaluations = _measure_both(run, reporter, tracker)
+    folder = run.config.run.folder
+    setting = _choose_setting(run, evaluations, reporter)
+    model = run.accelerator.unwrap_model(run.model)
+    exits = evaluations["test"].record()["exits"]
+    kept = ("loss", "agreement", "overlap")
+    carried = {exit_layer: {name: numbers[name] for name in kept} for exit_layer, numbers in exits.items()}
+    setattr(model.config, _CONFIG_KEY, {**getattr(model.config, _CONFIG_KEY), "exits": carried})
+    _save_finished(run, folder)
+    if run.accelerator.is_main_process:
+        _write_json(folder / _EVALUATION, _final_record(run, evaluations, setting))
+        from layerskip.hub import write_model_card
+
+        write_model_card(folder)
+        reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
+        if run.config.hub.repo_id:
+            _upload(run.config.hub, folder, reporter)
+    run.accelerator.wait_for_everyone()
+
+
+def _measure_both(run: Run, reporter: Reporter, tracker: Tracker) -> dict[str, Evaluation]:
+    splits = {"validation": run.data.validation, "test": run.data.test}
+    evaluations = {split: run.evaluator.measure(run.model, blocks) for split, blocks in splits.items()}
+    for split, evaluation in evaluations.items():
+        report(evaluation, split, run.progress.step, reporter, tracker)
+    return evaluations
+
+
+def _choose_setting(
+    run: Run, evaluations: dict[str, Evaluation], reporter: Reporter
+) -> dict[str, Any] | None:
+    """Store the best setting on validation in the model; returns it with its forecast on test."""
+    forecasts = evaluations["validation"].forecasts
+    if not forecasts:
+        if run.accelerator.is_main_process:
+            folder = run.config.run.folder
+            reporter.say(
+                f"no setting chosen, the stages were not timed; afterwards: python -m infer tune {folder}"
+            )
+        return None
+    best = forecasts[0]
+    model = run.accelerator.unwrap_model(run.model)
+    store_setting(model, Setting(best.exit_layer, best.num_draft_tokens))
+    matches = [
+        forecast
+        for forecast in evaluations["test"].forecasts
+        if (forecast.exit_layer, forecast.num_draft_tokens) == (best.exit_layer, best.num_draft_tokens)
+    ]
+    tested = matches[0] if matches else best
+    reporter.say(
+        f"setting: exit_layer {best.exit_layer}, num_draft_tokens {best.num_draft_tokens}; forecast on test: "
+        f"{tested.mean_acceptance_length:.2f} tokens a verify step, {tested.speedup:.2f}x plain decoding"
+        + ("" if tested.speedup > 1 else ": no gain yet, train longer or choose shallower recipe.exits")
+    )
+    return {
+        "exit_layer": best.exit_layer,
+        "num_draft_tokens": best.num_draft_tokens,
+        "chosen_on": "validation",
+        "forecast": {"mean_acceptance_length": tested.mean_acceptance_length, "speedup": tested.speedup},
+    }
+
+
+def _save_finished(run: Run, folder: Path) -> None:
+    """Write the checkpoint beside, then move its files into the run folder, config.json last."""
+    partial = folder / "finished.partial"
+    dtype = getattr(torch, run.config.model.save_dtype)
+    if run.accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    run.accelerator.wait_for_everyone()
+    save_model(run.accelerator, run.model, run.data.tokenizer, partial, dtype)
+    if run.accelerator.is_main_process:
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)
+        partial.rmdir()
+
+
+def _final_record(
+    run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None
+) -> dict[str, Any]:
+    """evaluation.json: before and after, the setting, and how the stages were timed."""
+    before = json.loads((run.config.run.folder / _EVALUATION).read_text(encoding="utf-8")).get("before")
+    device = run.accelerator.device
+    return {
+        "before": before,
+        "after": {split: evaluation.record() for split, evaluation in evaluations.items()},
+        "setting": setting,
+        "steps": run.progress.step,
+        "tokens": run.progress.tokens,
+        "forecast_conditions": {
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else platform.processor() or device.type,
+            "threads": torch.get_num_threads(),
+            "dtype": run.config.model.dtype,
+            "batch_size": 1,
+        },
+    }
+
+
+def _upload(hub: HubConfig, folder: Path, reporter: Reporter) -> None:
+    """Upload the finished checkpoint. A failure is told, not raised: the run itself is whole."""
+    from layerskip.hub import upload
+
+    assert hub.repo_id is not None
+    try:
+        address = upload(folder, hub.repo_id, private=hub.private)
+    except Exception as error:  # the network, the token, the quota: whatever it is, the training is done
+        first_line = str(error).strip().partition("\n")[0]
+        reporter.say(
+            f"not uploaded ({first_line}); try again with: python -m infer push {folder} {hub.repo_id}"
+        )
+    else:
+        reporter.say(f"uploaded to {address}")
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write through a temporary file: a crash leaves the old one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
