@@ -1,0 +1,381 @@
+"""The recipe by the paper's numbers, and what hanging it on a model does to outputs, losses and gradients."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from layerskip.curriculum import active_exits, gradual, rotational
+from layerskip.dropout import dropout_rates, keep_decisions
+from layerskip.forecast import measure_exits
+from layerskip.loss import exit_scale, exit_weights, soft_cross_entropy
+from layerskip.recipe import Recipe, prepare
+from layerskip.stages import decoder_layers
+from tests import tiny
+
+# --- formulas, against the paper's test vectors (arXiv 2404.16710, 4.1) -----------------------------------------
+
+
+def test_dropout_rates_of_the_paper():
+    rates = dropout_rates(Recipe(max_dropout=0.2), 32, step=0)
+    assert rates[0] == 0
+    assert rates[31] == pytest.approx(0.2, abs=1e-12)
+    assert sum(rates) / 32 == pytest.approx(0.4445 * 0.2, abs=1e-4)  # the paper's ablation quotes 0.0889
+    assert rates[16] == pytest.approx(0.2 * (2 ** (16 / 31) - 1), abs=1e-12)
+
+
+def test_dropout_depth_linear():
+    assert dropout_rates(Recipe(max_dropout=0.6, dropout_depth="linear"), 4, 0) == pytest.approx([0, 0.2, 0.4, 0.6])
+
+
+def test_dropout_over_time():
+    for name, first, middle, last in (
+        ("constant", 1, 1, 1),
+        ("rising", 0, 2**0.5 - 1, 1),
+        ("falling", 1, 0.5, 0),
+    ):
+        recipe = Recipe(max_dropout=0.4, dropout_time=name, total_steps=101)
+        scales = [dropout_rates(recipe, 8, step)[-1] / 0.4 for step in (0, 50, 100)]
+        assert scales == pytest.approx([first, middle, last])
+
+
+def test_exit_scales_of_the_paper():
+    recipe = Recipe(exit_loss_scale=0.2)
+    scales = [exit_scale(recipe, l + 1, 32) for l in (0, 8, 16, 24, 30, 31)]
+    assert scales == pytest.approx([0, 7.2, 27.2, 60, 93, 124], abs=1e-9)
+    assert exit_scale(Recipe(exit_loss_scale=1.0), 32, 32) == pytest.approx(496)
+
+
+def test_exit_weights_of_the_paper():
+    recipe = Recipe(exit_loss_scale=0.2, curriculum_stride=8)
+    active = active_exits(recipe, 32, step=0)
+    assert [e - 1 for e in active] == [0, 8, 16, 24, 31]
+    weights = exit_weights(recipe, active, 32)
+    assert list(weights.values()) == pytest.approx([0, 0.0330, 0.1245, 0.2747, 0.5678], abs=5e-5)
+    full = exit_weights(Recipe(exit_loss_scale=1.0), active_exits(Recipe(), 32, 0), 32)
+    assert full[32] == pytest.approx(496 / (36 + 136 + 300 + 496), abs=1e-9)
+
+
+def test_exit_weights_always_sum_to_one():
+    for scale in (0.0, 0.2, 1.0):
+        for kind in ("paper", "uniform"):
+            for step in range(9):
+                recipe = Recipe(exit_loss_scale=scale, exit_weights=kind)
+                weights = exit_weights(recipe, active_exits(recipe, 12, step), 12)
+                assert sum(weights.values()) == pytest.approx(1)
+    only_first = Recipe(exits=(1,), include_last=False)
+    assert exit_weights(only_first, active_exits(only_first, 12, 0), 12) == {1: 1.0}  # the paper's e(0) is 0
+
+
+def test_rotation_visits_every_exit_once_in_a_stride():
+    candidates = tuple(range(1, 25))
+    for stride in (1, 5, 8, 23, 24):
+        seen = [e for step in range(7, 7 + stride) for e in rotational(candidates, stride, step)]
+        assert sorted(seen) == list(candidates)
+        assert max(len(rotational(candidates, stride, s)) for s in range(stride)) == -(-24 // stride)
+
+
+def test_gradual_goes_from_deep_to_shallow():
+    candidates, total = tuple(range(1, 9)), 160
+    assert gradual(candidates, 0, total) == (8,)
+    assert gradual(candidates, 10, total) == (7, 8)
+    assert gradual(candidates, 80, total) == candidates == gradual(candidates, 159, total)
+    assert gradual(candidates, 69, total) == candidates[1:]
+
+
+def test_the_last_layer_is_always_in_the_loss_unless_switched_off():
+    for curriculum in ("rotational", "gradual", "all"):
+        for step in range(20):
+            recipe = Recipe(curriculum=curriculum, total_steps=20, exits=(2, 3))
+            assert active_exits(recipe, 6, step)[-1] == 6
+    assert 6 not in active_exits(Recipe(exits=(2, 3), include_last=False), 6, 0)
+
+
+# --- dropout decisions --------------------------------------------------------------------------------------------
+
+
+def test_decisions_do_not_depend_on_how_the_batch_is_shared():
+    rates = (0.0, 0.3, 0.6)
+    whole = keep_decisions(rates, 8, seed=1, step=5, micro_step=2, first_row=0)
+    halves = [keep_decisions(rates, 4, 1, 5, 2, first) for first in (0, 4)]
+    assert torch.equal(whole, torch.cat(halves, dim=1))
+
+
+def test_decisions_differ_by_step_micro_step_and_seed_and_follow_the_rates():
+    rates = (0.0, 0.25, 0.75)
+    base = keep_decisions(rates, 4000, 1, 5, 2, 0)
+    for other in ((2, 5, 2), (1, 6, 2), (1, 5, 3)):
+        assert not torch.equal(base, keep_decisions(rates, 4000, *other, 0))
+    assert base.float().mean(1).tolist() == pytest.approx([1.0, 0.75, 0.25], abs=0.03)
+
+
+# --- on a model ---------------------------------------------------------------------------------------------------
+
+
+def batch(rows: int = 4, length: int = 9) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_no_dropout_and_no_exits_is_plain_training_bit_for_bit(tiny_llama):
+    ids, plain = batch(), copy.deepcopy(tiny_llama).train()
+    expected = plain(input_ids=ids, labels=ids).loss
+    expected.backward()
+    prepare(tiny_llama, Recipe(max_dropout=0, exit_loss_scale=0, exit_weights="uniform"))
+    actual = tiny_llama.train()(input_ids=ids, labels=ids).loss
+    actual.backward()
+    assert torch.equal(actual, expected)
+    theirs = gradients(plain)
+    assert all(torch.equal(grad, theirs[name]) for name, grad in gradients(tiny_llama).items())
+
+
+def test_evaluation_is_the_models_own(tiny_llama):
+    ids = batch()
+    expected = tiny_llama(input_ids=ids, labels=ids)
+    prepare(tiny_llama, Recipe(max_dropout=1.0))
+    actual = tiny_llama(input_ids=ids, labels=ids)
+    assert torch.equal(actual.loss, expected.loss)
+    assert torch.equal(actual.logits, expected.logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox", "opt-projected", "falcon", "bloom", "mixtral"])
+def test_dropped_rows_equal_the_model_without_that_layer(name):
+    """Row by row: a sample sees exactly the layers it was not dropped from."""
+    model, ids = tiny.architecture(name), batch()
+    handle = prepare(model, Recipe(max_dropout=0.5, dropout_depth="linear", seed=3))
+    handle.set_step(2)
+    model.train()
+    for module in model.modules():  # the architecture's own dropout aside
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for attribute in ("dropout", "attention_dropout", "hidden_dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+    logits = model(input_ids=ids).logits
+    keep = keep_decisions(handle.dropout_rates, 4, 3, 2, 0, 0)
+    assert not keep.all()
+    handle.remove()
+    model.eval()
+    layers = decoder_layers(model)
+    for row in range(4):
+        hooks = [
+            layer.register_forward_hook(_skip)
+            for index, layer in enumerate(layers)
+            if not keep[index, row]
+        ]
+        with torch.no_grad():
+            expected = model(input_ids=ids[row : row + 1]).logits
+        [hook.remove() for hook in hooks]
+        torch.testing.assert_close(logits[row : row + 1], expected, atol=1e-4, rtol=1e-4)
+
+
+def _skip(layer, args, output):
+    return (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
+
+
+def test_dropped_samples_cost_no_compute(tiny_llama):
+    """The layer sees only the rows that stay."""
+    handle = prepare(tiny_llama, Recipe(max_dropout=0.5, dropout_depth="linear"))
+    rows: list[int] = []
+    tiny_llama.model.layers[3].mlp.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    tiny_llama.train()
+    for step in range(12):
+        handle.set_step(step)
+        tiny_llama(input_ids=batch(8))
+        kept = int(keep_decisions(handle.dropout_rates, 8, 0, step, 0, 0)[3].sum())
+        assert rows[-1] == max(kept, 1)
+    assert min(rows) < 8
+
+
+def test_padding_masks_follow_their_rows(tiny_llama):
+    ids = batch()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :2] = 0
+    handle = prepare(tiny_llama, Recipe(max_dropout=0.5, dropout_depth="linear", seed=3))
+    handle.set_step(2)
+    together = tiny_llama.train()(input_ids=ids, attention_mask=mask).logits
+    for row in range(4):
+        handle.set_step(2, first_row=row)
+        alone = tiny_llama(input_ids=ids[row : row + 1], attention_mask=mask[row : row + 1]).logits
+        real = mask[row].bool()
+        torch.testing.assert_close(together[row][real], alone[0][real], atol=1e-4, rtol=1e-4)
+
+
+def test_all_rows_dropped_is_the_model_without_that_layer_and_keeps_every_gradient(tiny_llama):
+    prepare(tiny_llama, Recipe(max_dropout=1.0, dropout_depth="linear", exits=(1,)))
+    tiny_llama.train()(input_ids=batch(), labels=batch()).loss.backward()
+    last = tiny_llama.model.layers[3]
+    assert all(p.grad is not None and not p.grad.any() for p in last.parameters())
+
+
+def test_the_loss_is_the_weighted_sum_of_the_exits_losses(tiny_llama):
+    ids = batch()
+    with torch.no_grad():
+        expected = {
+            e: _cross_entropy(_truncated(tiny_llama, e)(input_ids=ids).logits, ids) for e in (1, 2, 3, 4)
+        }
+    recipe = Recipe(max_dropout=0, exit_loss_scale=0.5, curriculum="all")
+    handle = prepare(tiny_llama, recipe)
+    loss = tiny_llama.train()(input_ids=ids, labels=ids).loss
+    weights = exit_weights(recipe, (1, 2, 3, 4), 4)
+    assert loss.item() == pytest.approx(sum(weights[e] * expected[e].item() for e in weights), abs=1e-5)
+    assert {e: v.item() for e, v in handle.losses.items()} == pytest.approx(
+        {e: v.item() for e, v in expected.items()}, abs=1e-5
+    )
+
+
+def _truncated(model, exit_layer):
+    copied = copy.deepcopy(model)
+    del copied.model.layers[exit_layer:]
+    copied.config.num_hidden_layers = exit_layer
+    return copied
+
+
+def _cross_entropy(logits, ids):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def test_self_distillation_is_zero_gradient_where_exit_and_model_agree():
+    """At q = p the cross-entropy to the model's own distribution is its entropy, and its gradient vanishes."""
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    targets = torch.randint(0, 7, (2, 5))
+    targets[0, 3] = -100
+    loss = soft_cross_entropy(logits, logits.detach().clone(), targets, None)
+    loss.backward()
+    counted = targets != -100
+    entropy = torch.distributions.Categorical(logits=logits[counted]).entropy().mean()
+    torch.testing.assert_close(loss, entropy)
+    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), atol=1e-6, rtol=0)
+
+
+def test_self_distillation_does_not_move_the_last_layer(tiny_llama):
+    """The teacher is detached: with the last layer out of the loss, layers above the exit get no gradient."""
+    recipe = Recipe(max_dropout=0, exits=(2,), curriculum="all", include_last=False, self_distillation=1.0)
+    prepare(tiny_llama, recipe)
+    tiny_llama.train()(input_ids=batch(), labels=batch()).loss.backward()
+    assert all(p.grad is None for p in tiny_llama.model.layers[2:].parameters())
+    assert all(p.grad.any() for p in tiny_llama.model.layers[1].parameters())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_accumulated_gradients_equal_the_whole_batchs(tiny_llama, share):
+    """Four micro-batches with unequal numbers of labels, divided by the window's items, are one batch of four."""
+    ids = batch(4)
+    labels = ids.clone()
+    labels[0, 2:] = labels[1, 5:] = -100
+    items = int((labels[:, 1:] != -100).sum())
+    recipe = Recipe(
+        max_dropout=0.5, dropout_depth="linear", curriculum="all", exits=(1, 3), self_distillation=share
+    )
+    handle = prepare(tiny_llama, recipe)
+    tiny_llama.train()
+    handle.set_step(3)
+    tiny_llama(input_ids=ids, labels=labels, num_items_in_batch=items).loss.backward()
+    whole = gradients(tiny_llama)
+    tiny_llama.zero_grad()
+    for row in range(4):
+        handle.set_step(3, first_row=row)
+        one = slice(row, row + 1)
+        tiny_llama(input_ids=ids[one], labels=labels[one], num_items_in_batch=items).loss.backward()
+    for name, grad in gradients(tiny_llama).items():
+        torch.testing.assert_close(grad, whole[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_llama, use_reentrant):
+    ids, other = batch(), copy.deepcopy(tiny_llama)
+    results = []
+    for model, checkpointing in ((tiny_llama, False), (other, True)):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        handle = prepare(model, Recipe(max_dropout=0.5, dropout_depth="linear", curriculum="all", exits=(1, 2)))
+        handle.set_step(4)
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append((loss.item(), gradients(model)))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    for name, grad in results[0][1].items():
+        torch.testing.assert_close(grad, results[1][1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_untold_each_training_forward_is_a_step(tiny_llama):
+    handle = prepare(tiny_llama, Recipe(max_dropout=0, curriculum_stride=3, exits=(1, 2, 3)))
+    tiny_llama.train()
+    seen = []
+    for _ in range(4):
+        tiny_llama(input_ids=batch(), labels=batch())
+        seen.append(tuple(handle.losses))
+    assert seen == [(1, 4), (2, 4), (3, 4), (1, 4)]
+
+
+def test_training_pulls_the_exits_towards_the_model(tiny_llama):
+    """The point of it all: after a few steps on a small text, the trained exits agree with the model."""
+    ids = batch(4, 16)
+    before = measure_exits(tiny_llama, [ids])
+    handle = prepare(tiny_llama, Recipe(max_dropout=0.1, exits=(1, 2), curriculum_stride=2, exit_weights="uniform"))
+    optimizer = torch.optim.AdamW(tiny_llama.train().parameters(), lr=3e-3)
+    for step in range(40):
+        handle.set_step(step)
+        loss = tiny_llama(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = measure_exits(tiny_llama, [ids])
+    for exit_layer in (1, 2):
+        assert after[exit_layer].loss < 1.0 < before[exit_layer].loss
+        assert after[exit_layer].agreement > 0.9 > before[exit_layer].agreement
+
+
+def test_the_recipe_travels_in_the_checkpoint(tiny_llama, tmp_path):
+    recipe = Recipe(max_dropout=0.3, exits=(1, 3))
+    prepare(tiny_llama, recipe)
+    tiny_llama.save_pretrained(tmp_path / "a")
+    again = type(tiny_llama).from_pretrained(tmp_path / "a")
+    again.save_pretrained(tmp_path / "b")
+    carried = type(tiny_llama).from_pretrained(tmp_path / "b").config.layerskip["recipe"]
+    assert Recipe.from_dict(carried) == recipe
+    assert set(again.state_dict()) == set(tiny_llama.state_dict())
+
+
+def test_remove_takes_everything_off(tiny_llama):
+    ids, plain = batch(), copy.deepcopy(tiny_llama).train()
+    prepare(tiny_llama, Recipe(max_dropout=0.9)).remove()
+    assert torch.equal(tiny_llama.train()(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss)
+    prepare(tiny_llama, Recipe())  # and another may come
+    with pytest.raises(ValueError, match=r"handle\.remove"):
+        prepare(tiny_llama, Recipe())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_dropout": 1.5}, "max_dropout=1.5"),
+        ({"exit_loss_scale": -1}, "exit_loss_scale=-1"),
+        ({"curriculum": "rotating"}, "rotational, gradual, all"),
+        ({"curriculum_stride": 0}, "curriculum_stride=0"),
+        ({"exits": ()}, "exits is empty"),
+        ({"self_distillation": 2}, "self_distillation=2"),
+    ],
+)
+def test_bad_recipes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**arguments)
+
+
+def test_recipes_that_do_not_fit_the_model_are_refused(tiny_llama):
+    with pytest.raises(ValueError, match="choose from 1 to 3"):
+        prepare(tiny_llama, Recipe(exits=(2, 4)))
+    with pytest.raises(ValueError, match="total_steps"):
+        prepare(tiny_llama, Recipe(curriculum="gradual"))
+
+
+def test_recipe_needs_no_torch():
+    code = "import sys, layerskip.recipe, layerskip.curriculum; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
