@@ -1,4 +1,4 @@
-"""The error a user can cause. The door prints it as one line; anything else is a bug and keeps its traceback."""
+"""The error a user can cause. Printed as one line; anything else is a bug and keeps its traceback."""
 
 
 class InputError(ValueError):

@@ -29,7 +29,7 @@ class ModelOptions:
 class DecodingOptions:
     """How to decode; greedily at temperature 0."""
 
-    exit_layer: int | None | Tuned = "tuned"  # layers that draft; None: plain decoding; "tuned": the checkpoint's
+    exit_layer: int | Tuned | None = "tuned"  # layers that draft; None: plain; "tuned": the checkpoint's
     num_draft_tokens: int | Tuned = "tuned"  # most tokens drafted a step
     max_new_tokens: int = 256  # tokens
     temperature: float = 0.0  # divides the logits
@@ -39,7 +39,7 @@ class DecodingOptions:
     stop: tuple[str, ...] = ()  # strings that end the output
 
     def __post_init__(self) -> None:
-        given = {"--top-p": self.top_p, "--top-k": self.top_k, "--seed": self.seed}
+        given = {"--top-p": self.top_p, "--top-k": self.top_k}
         idle = next((flag for flag, value in given.items() if value is not None), None)
         if self.temperature == 0 and idle:
             raise InputError(f"{idle} {given[idle]} does nothing at temperature 0 (greedy): add --temperature 1")
@@ -51,7 +51,7 @@ class DecodingOptions:
         return cls(**values | {"stop": tuple(arguments.stop)})
 
     def generate_arguments(self) -> dict[str, Any]:
-        """The same in the words of `model.generate`, which leave nothing to the checkpoint's own sampling defaults."""
+        """In the words of `model.generate`; nothing is left to the checkpoint's own sampling defaults."""
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             # transformers' names for "all": 1.0 and 0
@@ -66,8 +66,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """MODEL, --dtype, --device, --threads."""
     parser.add_argument("model", metavar="MODEL", help="local folder or Hub id of a causal language model")
     group = parser.add_argument_group("model")
-    group.add_argument("--dtype", choices=DTYPES, default=ModelOptions.dtype, help="auto: the checkpoint's own (default)")
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, mps, ... (default: the GPU if there is one)")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default=ModelOptions.dtype, help="auto: the checkpoint's own (default)"
+    )
+    group.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps, ... (default: the GPU if there is one)"
+    )
     group.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
 
 
@@ -83,7 +87,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-draft-tokens",
-        type=positive,
+        type=draft_tokens,
         default="tuned",
         metavar="K",
         help="most tokens drafted a step (default: what the checkpoint carries, else 4)",
@@ -96,19 +100,47 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     defaults = DecodingOptions
     group = parser.add_argument_group("decoding")
     add = group.add_argument
-    add("--max-new-tokens", type=positive, default=defaults.max_new_tokens, metavar="N", help="default: %(default)s")
-    add("--temperature", type=not_negative, default=defaults.temperature, metavar="T", help="0 is greedy (default)")
-    add("--top-p", type=share, metavar="P", help="sample from the most probable tokens that make up P (default: all)")
+    add(
+        "--max-new-tokens",
+        type=positive,
+        default=defaults.max_new_tokens,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    add(
+        "--temperature",
+        type=not_negative,
+        default=defaults.temperature,
+        metavar="T",
+        help="0 is greedy (default)",
+    )
+    add(
+        "--top-p",
+        type=share,
+        metavar="P",
+        help="sample from the most probable tokens that make up P (default: all)",
+    )
     add("--top-k", type=positive, metavar="K", help="sample from the K most probable tokens (default: all)")
     add("--seed", type=seed, metavar="N", help="makes sampling repeatable (default: another output each time)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end the output at TEXT; may be given again")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the output at TEXT; may be given again",
+    )
 
 
-def exit_layer(text: str) -> int | None:
-    """1 or more, or None for "none"."""
-    if text.lower() == "none":
-        return None
+def exit_layer(text: str) -> int | Tuned | None:
+    """1 or more; None for "none"; or "tuned"."""
+    if text in ("none", "tuned"):
+        return None if text == "none" else "tuned"
     return _number(text, int, lambda value: value >= 1, "a number of layers, 1 or more, or none")
+
+
+def draft_tokens(text: str) -> int | Tuned:
+    """1 or more, or "tuned"."""
+    return "tuned" if text == "tuned" else positive(text)
 
 
 def positive(text: str) -> int:

@@ -22,21 +22,36 @@ _HOMES = {
     "Step": "decoding",
     "Statistics": "stats",
     "Stages": "stages",
-    "UnsupportedModelError": "stages",
+    "UnsupportedModelError": "anatomy",
     "RollbackCache": "cache",
     "Setting": "settings",
     "Recipe": "recipe",
     "prepare": "recipe",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Piece",
+    "Recipe",
+    "RollbackCache",
+    "SelfSpeculativeOutput",
+    "Setting",
+    "Stages",
+    "Statistics",
+    "Step",
+    "UnsupportedModelError",
+    "generate",
+    "prepare",
+    "steps",
+    "stream",
+]
 
 if TYPE_CHECKING:
+    from layerskip.anatomy import UnsupportedModelError
     from layerskip.cache import RollbackCache
     from layerskip.decoding import Step
     from layerskip.generation import SelfSpeculativeOutput, generate, steps
     from layerskip.recipe import Recipe, prepare
     from layerskip.settings import Setting
-    from layerskip.stages import Stages, UnsupportedModelError
+    from layerskip.stages import Stages
     from layerskip.stats import Statistics
     from layerskip.streaming import Piece, stream
 

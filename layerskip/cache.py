@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -40,9 +39,7 @@ class RollbackLayer(DynamicLayer):
         self.is_initialized = True
         self._show()
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (batch, kv_heads, n, head_dim) states; return views of all (batch, kv_heads, length, head_dim)."""
         start, stop = self.length, self.length + key_states.shape[-2]
         if not self.is_initialized:

@@ -118,9 +118,7 @@ def decode(
         cache.rollback(in_cache)
 
 
-def _draft(
-    stages: Stages, cache: RollbackCache, root: Tensor, committed: Tensor, sampler: Sampler, n: int
-) -> Draft:
+def _draft(stages: Stages, cache: RollbackCache, root: Tensor, committed: Tensor, sampler: Sampler, n: int) -> Draft:
     if stages.exit_layer is None:
         return draft_nothing(root)
     return draft_chain(stages, cache, root, committed, sampler, n)

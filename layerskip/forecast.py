@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.stages import ExitReader, Stages, num_layers, unwrap
+from layerskip.anatomy import num_layers, unwrap
+from layerskip.stages import Stages
+from layerskip.views import ExitReader
 
 
 @dataclass
@@ -157,9 +159,7 @@ class Forecast:
     speedup: float
 
 
-def best_setting(
-    measured: dict[int, ExitMeasurement], costs: Costs, max_draft_tokens: int = 8
-) -> list[Forecast]:
+def best_setting(measured: dict[int, ExitMeasurement], costs: Costs, max_draft_tokens: int = 8) -> list[Forecast]:
     """Every (exit layer, draft length) that both have seen, best first."""
     forecasts = [
         Forecast(exit_layer, n, length, costs.plain * length / costs.round(exit_layer, n))
@@ -191,9 +191,7 @@ class _StageClock:
 
 def _time_plain(stages: Stages, context: int, repeats: int) -> float:
     cache, token = _filled_cache(stages, context), _tokens(stages, 1)
-    return _median_seconds(
-        lambda: stages.verify(token, None, cache), lambda: cache.rollback(context), repeats
-    )
+    return _median_seconds(lambda: stages.verify(token, None, cache), lambda: cache.rollback(context), repeats)
 
 
 def _median_seconds(call, undo, repeats: int) -> float:  # type: ignore[no-untyped-def]

@@ -13,15 +13,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from layerskip.anatomy import unwrap
 from layerskip.cache import RollbackCache
 from layerskip.decoding import Step, decode
 from layerskip.sampling import Sampler
 from layerskip.settings import Setting, resolve_setting
-from layerskip.stages import Stages, unwrap
+from layerskip.stages import Stages
 from layerskip.stats import Statistics
 from layerskip.stopping import StopRule, take_stop_strings
 
@@ -77,7 +78,7 @@ def generate(
     model: nn.Module,
     inputs: Tensor | None = None,
     *,
-    exit_layer: int | None | Tuned = "tuned",
+    exit_layer: int | Tuned | None = "tuned",
     num_draft_tokens: int | Tuned = "tuned",
     streamer: BaseStreamer | None = None,
     **kwargs: Any,
@@ -131,7 +132,7 @@ def steps(
     model: nn.Module,
     inputs: Tensor | None = None,
     *,
-    exit_layer: int | None | Tuned = "tuned",
+    exit_layer: int | Tuned | None = "tuned",
     num_draft_tokens: int | Tuned = "tuned",
     **kwargs: Any,
 ) -> Iterator[Step]:
@@ -142,7 +143,7 @@ def steps(
 def prepare_session(
     model: nn.Module,
     inputs: Tensor | None,
-    exit_layer: int | None | Tuned,
+    exit_layer: int | Tuned | None,
     num_draft_tokens: int | Tuned,
     *,
     cache: Any = None,
@@ -166,9 +167,7 @@ def prepare_session(
             raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")
     cache = past_key_values if cache is None else cache
     if cache is not None and not isinstance(cache, RollbackCache):
-        raise ValueError(
-            f"cannot decode with a {type(cache).__name__}: leave it out, or give layerskip.RollbackCache"
-        )
+        raise ValueError(f"cannot decode with a {type(cache).__name__}: leave it out, or give layerskip.RollbackCache")
     setting = resolve_setting(model, exit_layer, num_draft_tokens)
     stages = Stages(model, setting.exit_layer)
     criteria = take_stop_strings(model, generation_config, kwargs)
@@ -184,7 +183,7 @@ def prepare_session(
 
 
 def _door(
-    model: nn.Module,
+    model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,

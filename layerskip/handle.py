@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.anatomy import decoder_layers, unwrap
 from layerskip.curriculum import active_exits
 from layerskip.dropout import DropoutHooks, dropout_rates, keep_decisions
 from layerskip.loss import exit_weights, shifted_labels, soft_cross_entropy
 from layerskip.recipe import Recipe
-from layerskip.stages import Head, decoder_layers, unwrap
+from layerskip.views import Head
 
 CONFIG_KEY = "layerskip"
 
@@ -95,9 +96,7 @@ class Handle:
         if rates[layer] == 0:
             return None
         if self._keep is None or self._keep.shape[1] != rows:
-            self._keep = keep_decisions(
-                rates, rows, self.recipe.seed, self._step, self._micro_step, self._first_row
-            )
+            self._keep = keep_decisions(rates, rows, self.recipe.seed, self._step, self._micro_step, self._first_row)
         return self._keep[layer]
 
     def _tap(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:

@@ -28,9 +28,7 @@ _UPLOADED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
     *("chat_template*", "evaluation.json", "benchmark.json", "metrics.jsonl", "prompts/*.jsonl"),
 )
-_MARK = (
-    "<!-- Written from the run's own numbers. Remove this line, and your changes to the card are kept. -->"
-)
+_MARK = "<!-- Written from the run's own numbers. Remove this line, and your changes to the card are kept. -->"
 
 
 class HubError(RuntimeError):
@@ -76,27 +74,29 @@ def upload(
     if token is None:
         raise HubError("no Hugging Face token: run `hf auth login`, or set HF_TOKEN to one that may write")
     write_model_card(run_dir, repo_id, license)
-    names = [path.relative_to(run_dir).as_posix() for path in upload_files(run_dir)]
     api = HfApi(token=token)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=run_dir,
-            revision=revision,
-            allow_patterns=[glob.escape(name) for name in names],
-            commit_message="Upload a LayerSkip run",
-        )
+        _send(api, run_dir, repo_id, private, revision)
     except HfHubHTTPError as error:
         raise HubError(_refusal(repo_id, error)) from error
     except (HTTPError, ConnectionError, TimeoutError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise HubError(
-            f"cannot reach {api.endpoint} ({reason}): check the network and HF_HUB_OFFLINE"
-        ) from error
+        raise HubError(f"cannot reach {api.endpoint} ({reason}): check the network and HF_HUB_OFFLINE") from error
     return f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+
+
+def _send(api: HfApi, run_dir: Path, repo_id: str, private: bool | None, revision: str | None) -> None:
+    names = [path.relative_to(run_dir).as_posix() for path in upload_files(run_dir)]
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    api.upload_folder(
+        repo_id=repo_id,
+        folder_path=run_dir,
+        revision=revision,
+        allow_patterns=[glob.escape(name) for name in names],
+        commit_message="Upload a LayerSkip run",
+    )
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -108,9 +108,7 @@ def check_repo_id(repo_id: str) -> None:
     else:
         valid = repo_id.count("/") == 1
     if not valid:
-        raise HubError(
-            f"{repo_id!r} names no repository: write owner/name, of letters, digits, '-', '_' and '.'"
-        )
+        raise HubError(f"{repo_id!r} names no repository: write owner/name, of letters, digits, '-', '_' and '.'")
 
 
 def write_model_card(run_dir: Path, repo_id: str | None = None, license: str | None = None) -> None:
@@ -141,9 +139,7 @@ def model_card(run_dir: Path, repo_id: str | None = None, license: str | None = 
         _speed(run["benchmark"], run["evaluation"]),
         _LIMITS,
     )
-    return str(
-        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_MARK}\n\n" + "\n\n".join(filter(None, sections)) + "\n")
-    )
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_MARK}\n\n" + "\n\n".join(filter(None, sections)) + "\n"))
 
 
 def _metadata(run_dir: Path, license: str | None) -> ModelCardData:
@@ -248,9 +244,7 @@ def _speed(benchmark: dict[str, Any], evaluation: dict[str, Any]) -> str:
     for mode in modes:
         rows = [_speed_row(arm) for arm in benchmark[mode]]
         parts.append(f"{mode.capitalize()}:\n\n" + _table(_SPEED_COLUMNS, rows))
-    parts.append(
-        "Conditions: " + ", ".join(f"{name} {_cell(value)}" for name, value in conditions.items()) + "."
-    )
+    parts.append("Conditions: " + ", ".join(f"{name} {_cell(value)}" for name, value in conditions.items()) + ".")
     return "\n\n".join(parts)
 
 

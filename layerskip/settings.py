@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from layerskip.stages import check_exit_layer, num_layers
+from layerskip.anatomy import check_exit_layer, num_layers
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 KEY = "layerskip"
@@ -62,7 +62,9 @@ def store_setting(model: PreTrainedModel, setting: Setting) -> None:
 
 
 def resolve_setting(
-    model: PreTrainedModel, exit_layer: int | None | Literal["tuned"], num_draft_tokens: int | Literal["tuned"]
+    model: PreTrainedModel,
+    exit_layer: int | Literal["tuned"] | None,
+    num_draft_tokens: int | Literal["tuned"],
 ) -> Setting:
     """What a call asks for, completed by what the checkpoint carries.
 

@@ -111,7 +111,12 @@ def test_no_draft_is_plain_sampling():
 
 
 def test_rows_are_judged_alone():
-    p, q, tokens, u = torch.rand(6, 4, 5).softmax(-1), torch.rand(6, 3, 5).softmax(-1), torch.randint(5, (6, 3)), torch.rand(6, 3)
+    p, q, tokens, u = (
+        torch.rand(6, 4, 5).softmax(-1),
+        torch.rand(6, 3, 5).softmax(-1),
+        torch.randint(5, (6, 3)),
+        torch.rand(6, 3),
+    )
     together = accept_sampled(tokens, q, p, u)
     for row in range(6):
         alone = accept_sampled(tokens[row : row + 1], q[row : row + 1], p[row : row + 1], u[row : row + 1])
@@ -132,9 +137,7 @@ def test_impossible_tokens_are_rejected():
     [([1, 2, 3], [1, 2, 3, 4], 3, 4), ([1, 2, 3], [1, 9, 3, 4], 1, 9), ([1], [7, 8], 0, 7), ([], [5], 0, 5)],
 )
 def test_greedy(draft, target, accepted, following):
-    num_accepted, next_token = accept_greedy(
-        torch.tensor([draft], dtype=torch.long), torch.tensor([target])
-    )
+    num_accepted, next_token = accept_greedy(torch.tensor([draft], dtype=torch.long), torch.tensor([target]))
     assert (num_accepted.item(), next_token.item()) == (accepted, following)
 
 

@@ -83,7 +83,7 @@ def test_length_is_exact(num_draft_tokens):
         assert len(tokens) == n
 
 
-# --- the law of what is sampled -------------------------------------------------------------------------------
+# --- the law of what is sampled ---
 
 
 def law_of_three(target, sampler) -> dict[tuple[int, ...], float]:
@@ -146,10 +146,12 @@ def draft_dropped_for_its_own_value(monkeypatch):
             return draft
         likely = draft.probabilities.gather(2, draft.tokens[..., None])[0, :, 0] > 0.4
         n = int(likely.long().cumprod(0).sum())
-        stages, cache = args[:2]
+        cache = args[1]
         cache.early[:] = cache.early[: len(cache.late) + n + 1]
         return draft._replace(
-            tokens=draft.tokens[:, :n], probabilities=draft.probabilities[:, :n], hidden=draft.hidden[:, : n + 1]
+            tokens=draft.tokens[:, :n],
+            probabilities=draft.probabilities[:, :n],
+            hidden=draft.hidden[:, : n + 1],
         )
 
     monkeypatch.setattr(decoding, "draft_chain", chain)
@@ -167,7 +169,10 @@ def test_the_same_test_refuses_planted_bugs(monkeypatch, plant):
 def test_a_real_models_continuations_have_its_law():
     """The whole chain of parts: a real cut model, its cache and its own logits."""
     model = tiny.llama(num_layers=2, vocab_size=V, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    stages, sampler = Stages(model, 1), Sampler(LogitsProcessorList([TemperatureLogitsWarper(1.5)]), do_sample=True)
+    stages, sampler = (
+        Stages(model, 1),
+        Sampler(LogitsProcessorList([TemperatureLogitsWarper(1.5)]), do_sample=True),
+    )
 
     @torch.no_grad()
     def target(prefix):
@@ -197,16 +202,14 @@ def test_a_seeded_generator_reproduces():
     assert runs[0] == runs[1]
 
 
-# --- what is left behind --------------------------------------------------------------------------------------
+# --- what is left behind ---
 
 
 @pytest.mark.parametrize("abandon_after", [0, 1, 3])
 def test_an_abandoned_generator_leaves_a_consistent_cache(tiny_llama, abandon_after):
     stages = Stages(tiny_llama, 2)
     cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
-    steps = decode(
-        stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache
-    )
+    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
     committed = prompt
     for _ in range(abandon_after):
         committed = torch.cat([committed, next(steps).tokens], dim=1)

@@ -41,9 +41,7 @@ def both(model, ids, exit_layer=2, num_draft_tokens=4, **kwargs):
     """Plain and self-speculative output of the same call."""
     kwargs = {"do_sample": False, "max_new_tokens": 30, **kwargs}
     expected = model.generate(ids, **kwargs)
-    return expected, layerskip.generate(
-        model, ids, exit_layer=exit_layer, num_draft_tokens=num_draft_tokens, **kwargs
-    )
+    return expected, layerskip.generate(model, ids, exit_layer=exit_layer, num_draft_tokens=num_draft_tokens, **kwargs)
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2, 3, None])
@@ -115,9 +113,7 @@ def test_stop_strings_cut_at_the_exact_token(tokenizer):
     text = tokenizer.decode(free[0, ids.shape[1] :])
     for start in range(0, len(text) - 3, 4):
         stop = text[start : start + 3]
-        expected, actual = both(
-            model, ids, exit_layer=3, num_draft_tokens=6, stop_strings=[stop], tokenizer=tokenizer
-        )
+        expected, actual = both(model, ids, exit_layer=3, num_draft_tokens=6, stop_strings=[stop], tokenizer=tokenizer)
         assert torch.equal(actual, expected)
 
 
@@ -227,9 +223,7 @@ class Recorder(BaseStreamer):
 
 def test_streamer_gets_the_prompt_then_every_token_once(tiny_llama, prompt):
     streamer = Recorder()
-    output = layerskip.generate(
-        tiny_llama, prompt, exit_layer=3, do_sample=False, max_new_tokens=20, streamer=streamer
-    )
+    output = layerskip.generate(tiny_llama, prompt, exit_layer=3, do_sample=False, max_new_tokens=20, streamer=streamer)
     assert streamer.blocks[0] == prompt[0].tolist()
     assert [t for block in streamer.blocks for t in block] == output[0].tolist()
     assert streamer.ended
@@ -279,7 +273,7 @@ def test_cache_is_kept_between_calls(tiny_llama, prompt):
     assert torch.equal(second, expected)
 
 
-# --- settings -------------------------------------------------------------------------------------------------
+# --- settings ---
 
 
 def test_tuned_setting_travels_and_is_used(tmp_path, prompt):
@@ -307,7 +301,7 @@ def test_a_carried_setting_that_does_not_fit(tiny_llama, prompt):
         layerskip.generate(tiny_llama, prompt)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------
+# --- refusals ---
 
 
 @pytest.mark.parametrize(

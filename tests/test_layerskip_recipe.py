@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from layerskip.anatomy import decoder_layers
 from layerskip.curriculum import active_exits, gradual, rotational
 from layerskip.dropout import dropout_rates, keep_decisions
 from layerskip.forecast import measure_exits
 from layerskip.loss import exit_scale, exit_weights, soft_cross_entropy
 from layerskip.recipe import Recipe, prepare
-from layerskip.stages import decoder_layers
 from tests import tiny
 
-# --- formulas, against the paper's test vectors (arXiv 2404.16710, 4.1) -----------------------------------------
+# --- formulas, against the paper's test vectors (arXiv 2404.16710, 4.1) ---
 
 
 def test_dropout_rates_of_the_paper():
@@ -94,7 +94,7 @@ def test_the_last_layer_is_always_in_the_loss_unless_switched_off():
     assert 6 not in active_exits(Recipe(exits=(2, 3), include_last=False), 6, 0)
 
 
-# --- dropout decisions --------------------------------------------------------------------------------------------
+# --- dropout decisions ---
 
 
 def test_decisions_do_not_depend_on_how_the_batch_is_shared():
@@ -112,7 +112,7 @@ def test_decisions_differ_by_step_micro_step_and_seed_and_follow_the_rates():
     assert base.float().mean(1).tolist() == pytest.approx([1.0, 0.75, 0.25], abs=0.03)
 
 
-# --- on a model ---------------------------------------------------------------------------------------------------
+# --- on a model ---
 
 
 def batch(rows: int = 4, length: int = 9) -> torch.Tensor:
@@ -164,11 +164,7 @@ def test_dropped_rows_equal_the_model_without_that_layer(name):
     model.eval()
     layers = decoder_layers(model)
     for row in range(4):
-        hooks = [
-            layer.register_forward_hook(_skip)
-            for index, layer in enumerate(layers)
-            if not keep[index, row]
-        ]
+        hooks = [layer.register_forward_hook(_skip) for index, layer in enumerate(layers) if not keep[index, row]]
         with torch.no_grad():
             expected = model(input_ids=ids[row : row + 1]).logits
         [hook.remove() for hook in hooks]
@@ -217,9 +213,7 @@ def test_all_rows_dropped_is_the_model_without_that_layer_and_keeps_every_gradie
 def test_the_loss_is_the_weighted_sum_of_the_exits_losses(tiny_llama):
     ids = batch()
     with torch.no_grad():
-        expected = {
-            e: _cross_entropy(_truncated(tiny_llama, e)(input_ids=ids).logits, ids) for e in (1, 2, 3, 4)
-        }
+        expected = {e: _cross_entropy(_truncated(tiny_llama, e)(input_ids=ids).logits, ids) for e in (1, 2, 3, 4)}
     recipe = Recipe(max_dropout=0, exit_loss_scale=0.5, curriculum="all")
     handle = prepare(tiny_llama, recipe)
     loss = tiny_llama.train()(input_ids=ids, labels=ids).loss
@@ -270,9 +264,7 @@ def test_accumulated_gradients_equal_the_whole_batchs(tiny_llama, share):
     labels = ids.clone()
     labels[0, 2:] = labels[1, 5:] = -100
     items = int((labels[:, 1:] != -100).sum())
-    recipe = Recipe(
-        max_dropout=0.5, dropout_depth="linear", curriculum="all", exits=(1, 3), self_distillation=share
-    )
+    recipe = Recipe(max_dropout=0.5, dropout_depth="linear", curriculum="all", exits=(1, 3), self_distillation=share)
     handle = prepare(tiny_llama, recipe)
     tiny_llama.train()
     handle.set_step(3)

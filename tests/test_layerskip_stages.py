@@ -7,7 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import layerskip
-from layerskip.stages import ExitReader, Stages, UnsupportedModelError, anatomy, check_exit_layer
+from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer
+from layerskip.stages import Stages
+from layerskip.views import ExitReader
 from tests import tiny
 
 EXITS = range(1, tiny.NUM_LAYERS)
@@ -88,9 +90,7 @@ def test_two_threads_do_not_disturb_each_other(tiny_llama):
     actual: list = [None, None]
 
     def run(i: int) -> None:
-        actual[i] = layerskip.generate(
-            tiny_llama, prompts[i], exit_layer=1 + i, do_sample=False, max_new_tokens=40
-        )
+        actual[i] = layerskip.generate(tiny_llama, prompts[i], exit_layer=1 + i, do_sample=False, max_new_tokens=40)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     [thread.start() for thread in threads]
@@ -118,7 +118,11 @@ def test_encoder_decoder_is_refused():
 @pytest.mark.parametrize(
     ("model_type", "arguments", "reason"),
     [
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4}, "recurrent|state"),
+        (
+            "mamba",
+            {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "state_size": 4},
+            "recurrent|state",
+        ),
         (
             "lfm2",
             {

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 NUM_LAYERS = 4
 _COMMON = {
@@ -31,7 +37,13 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gemma2": ("gemma2", {**_GATED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
     "gemma3": (
         "gemma3_text",
-        {**_GATED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": _FULL_SLIDING},
+        {
+            **_GATED,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": _FULL_SLIDING,
+        },
     ),
     "phi3": ("phi3", {**_GATED, "sliding_window": None}),
     "smollm3": ("smollm3", _GATED),
@@ -44,7 +56,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "falcon": ("falcon", {**_COMMON, "alibi": False, "new_decoder_architecture": False}),
     "bloom": ("bloom", {**_COMMON, "n_layer": NUM_LAYERS, "n_head": 4}),
-    "granite": ("granite", {**_GATED, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
+    "granite": (
+        "granite",
+        {**_GATED, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    ),
     "olmo2": ("olmo2", _GATED),
     "starcoder2": ("starcoder2", {**_GATED, "sliding_window": 8}),
     "cohere2": ("cohere2", {**_GATED, "sliding_window": 8, "layer_types": _FULL_SLIDING, "logit_scale": 0.3}),
@@ -69,7 +84,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "first_k_dense_replace": 1,
         },
     ),
-    "gpt_oss": ("gpt_oss", {**_GATED, **_MOE, "head_dim": 8, "sliding_window": 8, "layer_types": _FULL_SLIDING}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_GATED, **_MOE, "head_dim": 8, "sliding_window": 8, "layer_types": _FULL_SLIDING},
+    ),
 }
 
 
@@ -111,6 +129,4 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")

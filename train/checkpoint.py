@@ -135,9 +135,7 @@ def load_training_state(accelerator: Accelerator, optimizer: torch.optim.Optimiz
 
 def _by_step(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not, oldest first."""
-    numbered = [
-        (int(digits[1]), path) for path in folder.glob("step-*") if (digits := _STEP.match(path.name))
-    ]
+    numbered = [(int(digits[1]), path) for path in folder.glob("step-*") if (digits := _STEP.match(path.name))]
     return [path for _, path in sorted(numbered)]
 
 

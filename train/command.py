@@ -71,12 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=describe_settings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", type=Path, help="YAML file of settings, see configs/README.md"
-    )
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's"
-    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of settings, see configs/README.md")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's")
     parser.add_argument("--print-config", action="store_true", help="print the merged settings and stop")
     return parser
 
@@ -99,5 +95,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print("stopped before the first step; nothing was trained since the last checkpoint", file=sys.stderr)
+        print("stopped; what was trained since the last checkpoint is lost", file=sys.stderr)
         return 130

@@ -105,9 +105,7 @@ class DataConfig:
             f"data: give exactly one of standard_library, path and dataset; {sources} are given",
         )
         check_at_least("data", self, {"sequence_length": 32, "evaluation_blocks": 1, "max_documents": 3})
-        check(
-            0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4"
-        )
+        check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,7 @@ class OptimConfig:
             self.warmup_steps < self.max_steps,
             f"optim.warmup_steps is {self.warmup_steps}; it must be below optim.max_steps ({self.max_steps})",
         )
-        check(
-            all(0 <= beta < 1 for beta in self.betas), f"optim.betas are {self.betas}; each must be in [0, 1)"
-        )
+        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas are {self.betas}; each must be in [0, 1)")
         check(
             self.global_batch_size % self.micro_batch_size == 0,
             f"optim.global_batch_size ({self.global_batch_size}) must be a multiple of "

@@ -5,14 +5,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -25,12 +18,11 @@ class Reporter:
         self._start = time.perf_counter()
         self._done_before, self._steps = done, steps
         columns = (
-            *(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")),
-            *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)),
+            *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16)),
+            *(TextColumn("{task.description}"), TimeRemainingColumn(), TextColumn("left")),
         )
-        self._bar = Progress(
-            *columns, console=self._console, disable=not (enabled and self._console.is_terminal)
-        )
+        on_terminal = enabled and self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=not on_terminal)
         self._task = self._bar.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> "Reporter":
@@ -51,17 +43,15 @@ class Reporter:
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Show the newest numbers: beside the bar on a terminal, as a line elsewhere."""
-        parts = [f"loss {values['loss']:.3f}"]
-        if "last" in values:
-            parts.append(f"last layer {values['last']:.3f}")
-        parts += [f"lr {values['learning_rate']:.2e}", f"{values['tokens_per_second']:,.0f} tokens/s"]
-        text = "  ".join(parts)
-        if self._bar.disable:
-            elapsed = time.perf_counter() - self._start
-            left = elapsed / max(1, step - self._done_before) * (self._steps - step)
-            self.say(f"step {step}/{self._steps}  {text}  {_clock(left)} left")
-        else:
-            self._bar.update(self._task, description=text)
+        loss, rate = f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s"
+        if not self._bar.disable:
+            self._bar.update(self._task, description=f"{loss}  {rate}")
+            return
+        last = f"last layer {values['last']:.3f}  " if "last" in values else ""
+        elapsed = time.perf_counter() - self._start
+        left = elapsed / max(1, step - self._done_before) * (self._steps - step)
+        learning_rate = f"lr {values['learning_rate']:.2e}"
+        self.say(f"step {step}/{self._steps}  {loss}  {last}{learning_rate}  {rate}  {_clock(left)} left")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table, numbers to the right."""

@@ -96,9 +96,7 @@ def _local_files(data: DataConfig) -> Iterator[Document]:
         found = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
         found = [path for path in found if path.is_file()]
         if not found:
-            raise TrainingError(
-                f"data.path: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'"
-            )
+            raise TrainingError(f"data.path: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'")
         paths.extend(found)
     for path in dict.fromkeys(paths):  # once, however many patterns match it
         if path.suffix == ".jsonl":
@@ -106,9 +104,7 @@ def _local_files(data: DataConfig) -> Iterator[Document]:
         elif path.suffix in _TEXT_SUFFIXES:
             yield Document(_read_text(path), path.as_posix(), path.as_posix())
         else:
-            raise TrainingError(
-                f"data.path: cannot read {path}; known are .jsonl, {', '.join(sorted(_TEXT_SUFFIXES))}"
-            )
+            raise TrainingError(f"data.path: cannot read {path}; known are .jsonl, {', '.join(sorted(_TEXT_SUFFIXES))}")
 
 
 def _read_text(path: Path) -> str:
@@ -149,9 +145,7 @@ def _hub_dataset(data: DataConfig) -> Iterator[Document]:
         raise TrainingError(f"data.dataset: cannot load {data.dataset!r}: {first_line}") from None
     columns = rows.column_names
     if columns is not None and data.text_column not in columns:
-        raise TrainingError(
-            f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}"
-        )
+        raise TrainingError(f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}")
     for index, row in enumerate(rows):
         text = str(row[data.text_column])
         yield Document(text, f"{data.dataset}:{index}", text)

@@ -61,9 +61,7 @@ def open_data(config: TrainConfig) -> Data:
     folder = config.run.folder
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     dtype: np.dtype = token_dtype(len(tokenizer))  # type: ignore[type-arg]
-    splits = {
-        split: Blocks(_token_file(folder, split), dtype, config.data.sequence_length) for split in SPLITS
-    }
+    splits = {split: Blocks(_token_file(folder, split), dtype, config.data.sequence_length) for split in SPLITS}
     return Data(tokenizer, **splits)
 
 

@@ -40,9 +40,8 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     deepspeed = _asked_for("DEEPSPEED")
     no_device = not torch.accelerator.is_available()
     group = InitProcessGroupKwargs(timeout=_PATIENCE)
-    if (
-        deepspeed and no_device
-    ):  # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True turns it off
+    if deepspeed and no_device:
+        # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True would turn DeepSpeed off.
         group.backend = "gloo"
     # Sharded engines cast by themselves. Otherwise `autocast` does it: accelerate's own wrapper would also
     # copy the logits to float32, which nobody reads.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from layerskip.hub import HubError, upload, write_model_card
 from layerskip.settings import Setting, store_setting
 from train.checkpoint import save_model
 from train.config import HubConfig
@@ -56,8 +57,6 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     _save_finished(run, folder)
     if run.accelerator.is_main_process:
         _write_json(folder / _EVALUATION, _final_record(run, evaluations, setting))
-        from layerskip.hub import write_model_card
-
         write_model_card(folder)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
         if run.config.hub.repo_id:
@@ -73,17 +72,13 @@ def _measure_both(run: Run, reporter: Reporter, tracker: Tracker) -> dict[str, E
     return evaluations
 
 
-def _choose_setting(
-    run: Run, evaluations: dict[str, Evaluation], reporter: Reporter
-) -> dict[str, Any] | None:
+def _choose_setting(run: Run, evaluations: dict[str, Evaluation], reporter: Reporter) -> dict[str, Any] | None:
     """Store the best setting on validation in the model; returns it with its forecast on test."""
     forecasts = evaluations["validation"].forecasts
     if not forecasts:
         if run.accelerator.is_main_process:
             folder = run.config.run.folder
-            reporter.say(
-                f"no setting chosen, the stages were not timed; afterwards: python -m infer tune {folder}"
-            )
+            reporter.say(f"no setting chosen, the stages were not timed; afterwards: python -m infer tune {folder}")
         return None
     best = forecasts[0]
     model = run.accelerator.unwrap_model(run.model)
@@ -122,9 +117,7 @@ def _save_finished(run: Run, folder: Path) -> None:
         partial.rmdir()
 
 
-def _final_record(
-    run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None
-) -> dict[str, Any]:
+def _final_record(run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None) -> dict[str, Any]:
     """evaluation.json: before and after, the setting, and how the stages were timed."""
     before = json.loads((run.config.run.folder / _EVALUATION).read_text(encoding="utf-8")).get("before")
     device = run.accelerator.device
@@ -147,16 +140,11 @@ def _final_record(
 
 def _upload(hub: HubConfig, folder: Path, reporter: Reporter) -> None:
     """Upload the finished checkpoint. A failure is told, not raised: the run itself is whole."""
-    from layerskip.hub import upload
-
     assert hub.repo_id is not None
     try:
         address = upload(folder, hub.repo_id, private=hub.private)
-    except Exception as error:  # the network, the token, the quota: whatever it is, the training is done
-        first_line = str(error).strip().partition("\n")[0]
-        reporter.say(
-            f"not uploaded ({first_line}); try again with: python -m infer push {folder} {hub.repo_id}"
-        )
+    except HubError as error:
+        reporter.say(f"not uploaded: {error}; try again with: python -m infer push {folder} {hub.repo_id}")
     else:
         reporter.say(f"uploaded to {address}")
 

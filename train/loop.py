@@ -66,9 +66,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             # This process's rows of the whole accumulation window: [(micro_batch, sequence_length), ...]
             window = [
                 run.data.train.rows(block_index(config.run.seed, i, len(run.data.train)) for i in positions)
-                for positions in micro_batches(
-                    step, optim.global_batch_size, optim.micro_batch_size, rank, processes
-                )
+                for positions in micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
             ]
             # Losses are sums divided by the targets of the whole window over all processes, so that every
             # token weighs the same however the batch is cut up.
@@ -82,9 +80,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 with accelerator.accumulate(model):
                     ids = rows.to(accelerator.device)
                     with autocast(accelerator, config):
-                        loss = model(
-                            input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False
-                        ).loss
+                        loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
                     meter.add(loss, run.handle.losses)
                     if accelerator.sync_gradients:  # before backward: DeepSpeed steps inside it
                         stop = agree(run, meter.step_loss, interrupts)
@@ -108,39 +104,29 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 evaluation = run.evaluator.measure(model, run.data.validation)
                 report(evaluation, "validation", progress.step, reporter, tracker)
             if progress.step % every.save == 0 or last_step or stop:
-                saved = save_checkpoint(
-                    accelerator, model, optimizer, run.data.tokenizer, progress, folder, every.keep
-                )
+                saved = save_checkpoint(accelerator, model, optimizer, run.data.tokenizer, progress, folder, every.keep)
                 reporter.say(f"saved {saved}")
             if stop and not last_step:
                 reporter.say(f"stopped after step {progress.step}; the same command goes on from there")
+                accelerator.end_training()
                 return 128 + (interrupts.signal or signal.SIGTERM)
 
         finish(run, reporter, tracker)
+    accelerator.end_training()
     return 0
 
 
 def announce(run: Run, reporter: Reporter) -> None:
     """Say what is about to be trained, on what, and from where."""
     config, accelerator = run.config, run.accelerator
-    parameters = sum(
-        getattr(p, "ds_numel", p.numel()) for p in accelerator.unwrap_model(run.model).parameters()
-    )
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in accelerator.unwrap_model(run.model).parameters())
     blocks = {"train": run.data.train, "validation": run.data.validation, "test": run.data.test}
     tokens = ", ".join(f"{len(b) * config.data.sequence_length:,} {split}" for split, b in blocks.items())
-    reporter.say(
-        f"{config.run.name}: {parameters:,} parameters, {run.handle.num_layers} layers; tokens: {tokens}"
-    )
+    reporter.say(f"{config.run.name}: {parameters:,} parameters, {run.handle.num_layers} layers; tokens: {tokens}")
     kind = accelerator.distributed_type
-    engine = (
-        "1 process"
-        if kind == DistributedType.NO
-        else f"{kind.value} over {accelerator.num_processes} processes"
-    )
+    engine = "1 process" if kind == DistributedType.NO else f"{kind.value} over {accelerator.num_processes} processes"
     where = f"resumed from {run.resumed}" if run.resumed else "from the start"
-    reporter.say(
-        f"{engine} on {accelerator.device.type}, {config.model.dtype}; {where}; in {config.run.folder}"
-    )
+    reporter.say(f"{engine} on {accelerator.device.type}, {config.model.dtype}; {where}; in {config.run.folder}")
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -184,9 +170,7 @@ def not_finite(run: Run, what: str, value: float) -> TrainingError:
     """The error for a step that must not be taken."""
     kept = latest_checkpoint(run.config.run.folder)
     way_out = (
-        f"the last checkpoint is {kept}: start a new run from it (model.name_or_path)"
-        if kept
-        else "start a new run"
+        f"the last checkpoint is {kept}: start a new run from it (model.name_or_path)" if kept else "start a new run"
     )
     rate = run.config.optim.learning_rate
     return TrainingError(

@@ -53,9 +53,7 @@ def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":
     model_type = settings.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, list(CONFIG_MAPPING.keys()))
-        raise ConfigError(
-            f"model.architecture.model_type is {model_type!r}; transformers has no such family{hint}"
-        )
+        raise ConfigError(f"model.architecture.model_type is {model_type!r}; transformers has no such family{hint}")
     known = AutoConfig.for_model(model_type)
     for key in settings:
         if not hasattr(known, key):
@@ -67,9 +65,7 @@ def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":
         raise ConfigError(f"model.architecture: {_first_line(error)}") from None
 
 
-def fit_vocabulary(
-    model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig
-) -> None:
+def fit_vocabulary(model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig) -> None:
     """From scratch, give the model the tokenizer's size and special tokens; else check that its ids all fit.
 
     Raises `ConfigError` if the tokenizer has more tokens than the model's embedding has rows.
@@ -88,18 +84,14 @@ def fit_vocabulary(
         )
 
 
-def build_model(
-    config: TrainConfig, model_config: "PretrainedConfig", checkpoint: Path | None
-) -> "PreTrainedModel":
+def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoint: Path | None) -> "PreTrainedModel":
     """The model in float32, in training mode: from `checkpoint` if given, else as `config.model` says.
 
-    Weights from scratch depend on `run.seed` alone.
+    Weights from scratch depend on `run.seed` alone, but that ZeRO-3 draws them in pieces, and so others.
     """
     from transformers import AutoModelForCausalLM
 
-    attention = (
-        {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
-    )
+    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
     source = checkpoint or config.model.name_or_path
     try:
         if source is None:
@@ -111,7 +103,8 @@ def build_model(
         name = source or f"model.architecture ({model_config.model_type})"
         raise TrainingError(f"cannot build the model from {str(name)!r}: {_first_line(error)}") from None
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # Renamed in transformers 5.24; the old name warns there.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
 
 

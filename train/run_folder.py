@@ -1,5 +1,7 @@
 """The run folder: whose it is, what may be written into it, and how the run was started.
 
+All processes of a run, on however many machines, must see it at the same path.
+
 runs/quickstart/
   config.yaml provenance.json           the merged settings; every launch: argv, commit, versions
   data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
@@ -76,9 +78,7 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     if existing:
         reason = _reason_to_refuse(config, existing[0])
         if reason and not config.run.overwrite:
-            raise TrainingError(
-                f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it"
-            )
+            raise TrainingError(f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it")
         if reason:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -99,7 +99,7 @@ def _reason_to_refuse(config: TrainConfig, found: Path) -> str:
     except ConfigError as error:
         return f"{folder} holds a run whose settings cannot be read ({error})"
     here = _identity(_as_written(config))
-    for key in sorted(there.keys() | here.keys()):
+    for key in {**there, **here}:
         if there.get(key) != here.get(key):
             return f"{folder} holds another run: {key} is {there.get(key)!r} there and {here.get(key)!r} here"
     return ""

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub import get_token
 
 import layerskip
+from layerskip.hub import HubError, check_repo_id
 from train import run_folder
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
 from train.config import TrainConfig
 from train.data import Data, open_data, prepare_data
 from train.engine import accumulation_steps, build_accelerator
-from train.errors import TrainingError
+from train.errors import ConfigError, TrainingError
 from train.evaluate import Evaluator
 from train.model import build_model, build_model_config, fit_vocabulary
 from train.optim import build_optimizer
@@ -50,8 +52,7 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     """
     accumulation_steps(config, int(os.environ.get("WORLD_SIZE", 1)))
     if os.environ.get("RANK", "0") == "0":
-        if config.wandb.project:
-            wandb_mode(config.wandb)
+        _check_services(config)
         run_folder.claim(config, argv)
     accelerator = build_accelerator(config)
     _quiet_libraries(accelerator.is_main_process)
@@ -74,9 +75,20 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     return Run(config, accelerator, data, wrapped, handle, optimizer, evaluator, progress, resumed)
 
 
-def _hang_recipe(
-    accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig
-) -> "tuple[Evaluator, Handle]":
+def _check_services(config: TrainConfig) -> None:
+    """Raise `ConfigError` now for what would fail after the training: a name, or a key to log in with."""
+    if config.wandb.project:
+        wandb_mode(config.wandb)
+    if config.hub.repo_id:
+        try:
+            check_repo_id(config.hub.repo_id)
+        except HubError as error:
+            raise ConfigError(f"hub.repo_id: {error}") from None
+        if get_token() is None:
+            raise ConfigError("hub.repo_id is set, but there is no token: run `hf auth login`, or leave it out")
+
+
+def _hang_recipe(accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig) -> "tuple[Evaluator, Handle]":
     """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
     try:
         evaluator = Evaluator(accelerator, model, config)

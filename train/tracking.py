@@ -83,9 +83,7 @@ def wandb_mode(wandb: WandbConfig) -> str:
     if mode == "auto":
         return "online" if has_key else "offline"
     if mode == "online" and not has_key:
-        raise ConfigError(
-            "wandb.mode is online, but there is no API key: run `wandb login` or set wandb.mode=offline"
-        )
+        raise ConfigError("wandb.mode is online, but there is no API key: run `wandb login` or set wandb.mode=offline")
     return mode
 
 
@@ -93,12 +91,7 @@ def _has_api_key() -> bool:
     """Whether wandb would find a key without asking: in the environment, or where `wandb login` puts it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = (
-        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-        .partition("://")[2]
-        .split("/")[0]
-        .split(":")[0]
-    )
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].split("/")[0].split(":")[0]
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -1,0 +1,168 @@
+"""The ways to decode that a benchmark compares: the same prompt and arguments in, new tokens out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import layerskip
+from layerskip.settings import Setting
+from layerskip.anatomy import decoder_layers
+from layerskip.stats import Statistics
+
+# (model, prompt (1, length), arguments of generate) -> sequences (1, length + n), what was counted if it was
+Decode = Callable[[PreTrainedModel, Tensor, dict[str, Any]], tuple[Tensor, Statistics | None]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call of an arm brought.
+
+    Attributes:
+        tokens: new token ids.
+        seconds: wall time of the call, prefill included.
+        statistics: of its steps, if the arm counts them.
+        peak_bytes: most GPU memory in use during the call; None on a CPU.
+    """
+
+    tokens: list[int]
+    seconds: float
+    statistics: Statistics | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode; `setting` is None where there is nothing to set."""
+
+    name: str
+    decode: Decode
+    setting: Setting | None = None
+
+    @property
+    def label(self) -> str:
+        """The name with the setting, for people."""
+        if self.setting is None:
+            return self.name
+        return f"{self.name} {self.setting.exit_layer}/{self.setting.num_draft_tokens}"
+
+    def run(self, model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) -> Output:
+        """Decode from a (1, length) prompt, timed; the device has finished before the clock is read."""
+        on_gpu = prompt.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(prompt.device)
+        _synchronize(prompt.device)
+        start = perf_counter()
+        sequences, statistics = self.decode(model, prompt, arguments)
+        _synchronize(prompt.device)
+        seconds = perf_counter() - start
+        peak = torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None
+        return Output(sequences[0, prompt.shape[1] :].tolist(), seconds, statistics, peak)
+
+
+def plain() -> Arm:
+    """transformers' own decoding: the baseline."""
+    return Arm("plain", _plain)
+
+
+def plain_loop() -> Arm:
+    """This kit's loop without drafts: what the loop itself costs or saves, apart from speculation."""
+    return Arm("plain loop", partial(_layerskip, setting=Setting(None, 0)))
+
+
+def self_speculative(setting: Setting) -> Arm:
+    """This kit's decoding."""
+    return Arm("self-speculative", partial(_layerskip, setting=setting), setting)
+
+
+def assistant_early_exit(setting: Setting) -> Arm:
+    """transformers' own early-exit drafts, with the same number of drafted tokens every round."""
+    return Arm("assistant_early_exit", partial(_assistant_early_exit, setting=setting), setting)
+
+
+def _plain(model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, None]:
+    return cast(Tensor, _generate(model, prompt, **arguments)), None
+
+
+def _layerskip(
+    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting
+) -> tuple[Tensor, Statistics | None]:
+    output = layerskip.generate(
+        model,
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        exit_layer=setting.exit_layer,
+        num_draft_tokens=setting.num_draft_tokens,
+        return_dict_in_generate=True,
+        **arguments,
+    )
+    assert isinstance(output, layerskip.SelfSpeculativeOutput)
+    return cast(Tensor, output.sequences), output.statistics
+
+
+def _assistant_early_exit(
+    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting
+) -> tuple[Tensor, Statistics]:
+    exit_layer = setting.exit_layer
+    with _assistant_knobs(model, setting.num_draft_tokens), _count_passes(model) as passes:
+        sequences = cast(Tensor, _generate(model, prompt, assistant_early_exit=exit_layer, **arguments))
+    num_tokens, num_steps = sequences.shape[1] - prompt.shape[1], passes[-1]
+    # Drafts run the first layers only, one token a pass. A last round that was cut counts as not accepted.
+    num_accepted = max(0, num_tokens - num_steps)
+    return sequences, Statistics(num_steps, num_tokens, passes[0] - num_steps, num_accepted)
+
+
+def _generate(model: PreTrainedModel, prompt: Tensor, **arguments: Any) -> Any:
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)  # type: ignore[operator]
+
+
+@contextmanager
+def _assistant_knobs(model: PreTrainedModel, num_draft_tokens: int) -> Iterator[None]:
+    """Set what transformers reads from the model alone, and put back what it leaves changed when it fails."""
+    config, layers = model.generation_config, model.config.get_text_config(decoder=True)
+    wanted = {
+        "num_assistant_tokens": num_draft_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    before = {name: getattr(config, name, None) for name in wanted}
+    num_layers, verbosity = layers.num_hidden_layers, logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns about how it calls itself
+    try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+        layers.num_hidden_layers = num_layers
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _count_passes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
+    """How often the first layer (key 0) and the last one (key -1) run."""
+    passes = {0: 0, -1: 0}
+    layers = decoder_layers(model)
+
+    def count(key: int, layer: nn.Module, args: Any, output: Any) -> None:
+        passes[key] += 1
+
+    handles = [layers[key].register_forward_hook(partial(count, key)) for key in passes]
+    try:
+        yield passes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,47 @@
+"""`chat`: a conversation in the terminal, or piped through it."""
+
+import argparse
+import sys
+
+from infer.generate import NO_EXIT
+from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
+from infer.source import local_folder
+from infer.terminal import Terminal
+
+BASE_MODEL = "note: this tokenizer has no chat template: the model continues the text (base model)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add_model_flags(parser)
+    add_decoding_flags(parser)
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system", metavar="TEXT", help="an instruction before all turns, if the template has a place")
+    group.add_argument("--color", action="store_true", help="show which text was drafted and which is the model's own")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the flags, load, talk; returns the exit code."""
+    options = DecodingOptions.read(arguments)
+    local_folder(arguments.model)
+    terminal = Terminal(arguments.color)
+
+    import torch  # here, so that wrong flags are told before seconds of imports
+
+    from infer.conversation import Conversation
+    from infer.dialogue import Dialogue
+    from infer.loading import choose_setting, load
+    from layerskip.settings import Setting
+
+    loaded = load(ModelOptions.read(arguments), [options.exit_layer])
+    setting = choose_setting(loaded, options.exit_layer, options.num_draft_tokens)
+    conversation = Conversation(loaded, setting or Setting(None, 0), options, arguments.system)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    if setting is None:
+        terminal.note(NO_EXIT)
+    if not conversation.has_template:
+        terminal.note(BASE_MODEL)
+    if sys.stdin.isatty():
+        terminal.note("/help lists the commands")
+    return Dialogue(conversation, terminal).talk()

@@ -1,0 +1,92 @@
+"""`generate`: continue one prompt, streamed to standard output as it is committed."""
+
+import argparse
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from infer.errors import InputError
+from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
+from infer.source import local_folder
+from infer.terminal import Terminal
+
+NO_EXIT = "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add_model_flags(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue (default: standard input)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; its last newline is dropped")
+    add_decoding_flags(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--color", action="store_true", help="show which text was drafted and which is the model's own")
+    group.add_argument("--verbose", action="store_true", help="also say where the time went and acceptance by position")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the flags, load, decode; returns the exit code."""
+    options = DecodingOptions.read(arguments)
+    local_folder(arguments.model)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    return generate(ModelOptions.read(arguments), options, prompt, Terminal(arguments.color), arguments.verbose)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from where it is: the command line, a file, or standard input.
+
+    Raises:
+        InputError: if there is none, or two, or it is empty or no text.
+    """
+    if prompt is not None and file is not None:
+        raise InputError("both PROMPT and --prompt-file are given: give one")
+    where = "PROMPT"
+    if prompt is None:
+        where = file or "standard input"
+        if file is None and sys.stdin.isatty():
+            raise InputError("no prompt: give PROMPT, --prompt-file FILE, or text on standard input")
+        try:
+            prompt = Path(file).read_text(encoding="utf-8") if file else sys.stdin.read()
+        except OSError as error:
+            raise InputError(f"cannot read --prompt-file {file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where} is not UTF-8 text (byte {error.start}): convert it") from None
+        prompt = prompt.removesuffix("\n")  # which editors and `echo` add
+    if not prompt:
+        raise InputError(f"{where} is empty: give at least one character to continue")
+    return prompt
+
+
+def generate(model: ModelOptions, options: DecodingOptions, prompt: str, terminal: Terminal, verbose: bool) -> int:
+    """Load the model, stream the continuation of `prompt`, and say how it went; returns the exit code.
+
+    Raises:
+        InputError: if the model or the prompt cannot be used.
+    """
+    import torch  # here, so that wrong flags are told before seconds of imports
+
+    from infer.loading import choose_setting, load
+    from infer.streaming import Splitter, stream
+    from infer.tally import Tally
+    from layerskip.settings import Setting
+
+    loaded = load(model, [options.exit_layer])
+    setting = choose_setting(loaded, options.exit_layer, options.num_draft_tokens)
+    if setting is None:
+        terminal.note(NO_EXIT)
+        setting = Setting(None, 0)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    if terminal.color:
+        terminal.legend()
+    splitter, tally = Splitter(loaded), Tally()
+    with closing(stream(loaded, loaded.tokenizer(prompt)["input_ids"], setting, options)) as pieces:
+        for piece in pieces:
+            tally.add(piece)
+            for span in splitter.split(piece):
+                terminal.write(span.text, span.drafted)
+    terminal.end_line()
+    terminal.note(tally.line())
+    if verbose:
+        terminal.note(tally.details())
+    return 0

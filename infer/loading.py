@@ -1,0 +1,137 @@
+"""Load a model with its tokenizer, checking first what can be checked from their small files."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from infer.errors import InputError, first_line
+from infer.options import ModelOptions, Tuned
+from infer.source import local_folder
+from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
+from layerskip.anatomy import check_exit_layer
+from layerskip.stages import Stages
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in eval mode on its device, and the tokenizer whose ids it knows."""
+
+    name: str  # as it was asked for
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that prompt and output may take together; None if the model sets no limit."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) -> Loaded:
+    """Load what `options` names; `exit_layers` are those it will be asked to decode with.
+
+    Raises:
+        InputError: with the reason, before the weights are read wherever the reason is known by then.
+    """
+    source = str(local_folder(options.model) or options.model)
+    logging.disable_progress_bar()  # its bars would stand between our lines
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = _device(options.device)
+    config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source)
+    _check_exit_layers(config, exit_layers)
+    tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source)
+    _check_vocabulary(config, tokenizer)
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    read = AutoModelForCausalLM.from_pretrained
+    model = _read(options.model, "a causal language model", read, source, config=config, dtype=dtype)
+    model = model.to(device).eval()
+    _name_padding(model)
+    try:
+        for exit_layer in exit_layers:
+            Stages(model, None if exit_layer == "tuned" else exit_layer)
+    except ValueError as error:  # the library's refusal of a model it cannot cut
+        raise InputError(str(error)) from None
+    return Loaded(options.model, model, tokenizer)
+
+
+def choose_setting(loaded: Loaded, exit_layer: int | Tuned | None, num_draft_tokens: int | Tuned) -> Setting | None:
+    """What was asked for, completed by what the checkpoint carries.
+
+    Returns:
+        None if the exit layer is left to the checkpoint and it carries none.
+
+    Raises:
+        InputError: if what the checkpoint carries does not fit it.
+    """
+    try:
+        tuned = tuned_setting(loaded.model)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if exit_layer == "tuned":
+        if tuned is None:
+            return None
+        exit_layer = tuned.exit_layer
+    if num_draft_tokens == "tuned":
+        num_draft_tokens = tuned.num_draft_tokens if tuned else DEFAULT_NUM_DRAFT_TOKENS
+    return Setting(exit_layer, num_draft_tokens)
+
+
+def _name_padding(model: "PreTrainedModel") -> None:
+    """Nothing is ever padded here, but transformers warns at every call if no token is named for it."""
+    config = model.generation_config
+    if config.pad_token_id is None:
+        end = config.eos_token_id
+        config.pad_token_id = end[0] if isinstance(end, list) else end
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = shorten(first_line(error), 90)
+        raise InputError(f"--device {name} cannot be used here ({reason}): leave it out, or give cpu") from None
+    return device
+
+
+def _read(name: str, what: str, read: Any, source: str, **arguments: Any) -> Any:
+    """Call one of transformers' `from_pretrained`, its many kinds of failure made one."""
+    try:
+        return read(source, **arguments)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        if os.path.isdir(source):
+            raise InputError(f"{name} holds no usable {what.partition(' ')[2]}: {first_line(error)}") from None
+        raise InputError(
+            f"found no folder {name} here and cannot load {what} {name} from the Hub: {first_line(error)}"
+        ) from None
+
+
+def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | Tuned | None]) -> None:
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    try:
+        for exit_layer in exit_layers:
+            if exit_layer is not None and exit_layer != "tuned":
+                check_exit_layer(exit_layer, num_layers)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _check_vocabulary(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
+    rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model's embeddings only {rows}: "
+            "put the model's own tokenizer beside it"
+        )

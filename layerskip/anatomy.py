@@ -1,0 +1,131 @@
+"""Where a transformers model keeps what the stages need, and which models are refused, with the reason.
+
+This file and `views.py` are the only ones that know how transformers' models are built; neither knows a family.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be cut into stages; the message says why."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where a model keeps what the stages need.
+
+    Attributes:
+        layers_path: attribute path from the model to its list of decoder layers, e.g. ("model", "layers").
+        num_layers: L.
+        cache_argument: name of `forward`'s cache argument (`cache` since transformers 5.24).
+        keeps_logits: whether `forward` takes `logits_to_keep`.
+    """
+
+    layers_path: tuple[str, ...]
+    num_layers: int
+    cache_argument: str
+    keeps_logits: bool
+
+
+_anatomies: weakref.WeakKeyDictionary[nn.Module, Anatomy] = weakref.WeakKeyDictionary()
+
+
+def anatomy(model: PreTrainedModel) -> Anatomy:
+    """Find the parts of `model` that stages are made of, or refuse it.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    if model not in _anatomies:
+        _refuse_unsupported(model)
+        path, count = _find_layers(model)
+        parameters = inspect.signature(type(model).forward).parameters
+        _anatomies[model] = Anatomy(
+            layers_path=path,
+            num_layers=count,
+            cache_argument="cache" if "cache" in parameters else "past_key_values",
+            keeps_logits="logits_to_keep" in parameters,
+        )
+    return _anatomies[model]
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT, torch.compile or (D)DP wrapper.
+
+    Raises:
+        UnsupportedModelError: if there is no causal LM inside.
+    """
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()  # type: ignore[operator]
+        elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]
+        else:
+            break
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers causal LM: load one with AutoModelForCausalLM"
+        )
+    return model
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """L, the number of decoder layers; the exit layers of the model are 1 .. L-1."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's decoder layers, in order."""
+    return list(model.get_submodule(".".join(anatomy(model).layers_path)))  # type: ignore[call-overload]
+
+
+def check_exit_layer(exit_layer: int, num_layers: int) -> int:
+    """Return `exit_layer` if it is one of 1 .. L-1, else raise ValueError."""
+    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
+        raise ValueError(f"exit_layer must be a whole number of layers, got {exit_layer!r}")
+    if not 1 <= exit_layer < num_layers:
+        raise ValueError(
+            f"exit_layer={exit_layer} is out of range: this model has {num_layers} layers, so choose "
+            f"1 to {num_layers - 1} (the number of layers that draft)"
+        )
+    return exit_layer
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder: only decoder-only models can draft early")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps a recurrent state, which cannot be rolled back")
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name} shares keys and values between layers, so stages would miss them")
+    for layer in DynamicCache(config=text_config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(
+                f"{name} has a layer whose state is a {type(layer).__name__}: only attention's keys and "
+                "values can be rolled back"
+            )
+
+
+def _find_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], int]:
+    """Path and length of the decoder's layer list: the list as long as the text config says."""
+    count = num_layers(model)
+    if count < 2:
+        raise UnsupportedModelError(f"{type(model).__name__} has {count} layer: none can draft for the rest")
+    names = {id(module): name for name, module in model.named_modules()}
+    for root in (model.get_decoder(), model):  # the decoder first: another tower may have as many layers
+        for module in root.modules() if root is not None else ():
+            if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in names:
+                return tuple(names[id(module)].split(".")), count
+    raise UnsupportedModelError(f"{type(model).__name__}: found no list of its {count} decoder layers")

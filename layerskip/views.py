@@ -1,0 +1,165 @@
+"""Views: shallow copies of a model whose layer list has stand-ins where layers are left out or watched.
+
+A copy shares every parameter and buffer with the original, which is never touched. Stand-ins keep indices
+aligned, since models look up `config.layer_types[i]` by position, and answer for the layer they stand for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from layerskip.anatomy import anatomy, check_exit_layer, decoder_layers, unwrap
+
+
+class StandIn(nn.Module):
+    """Takes a decoder layer's place in the layer list and answers for its attributes."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool = False) -> None:
+        super().__init__()
+        self.__dict__["stands_for"] = layer  # not a submodule: its parameters belong to the model
+        self.returns_tuple = returns_tuple
+        self.hidden: Tensor | None = None  # (batch, n, hidden_size)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["stands_for"], name)
+
+    def give(self, hidden: Tensor) -> Tensor | tuple[Tensor, None]:
+        return (hidden, None) if self.returns_tuple else hidden
+
+
+class Skip(StandIn):
+    """Passes the hidden states on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        return self.give(hidden_states)
+
+
+class Tap(StandIn):
+    """Passes the hidden states on and keeps them."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        self.hidden = hidden_states
+        return self.give(hidden_states)
+
+
+class Inject(StandIn):
+    """Passes its own hidden states on instead of those it is given."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+        assert self.hidden is not None
+        return self.give(self.hidden)
+
+
+class Spy(StandIn):
+    """Runs the layer it stands for and keeps its hidden states, and whether they came in a tuple."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__dict__["stands_for"](*args, **kwargs)
+        self.returns_tuple = isinstance(output, tuple)
+        self.hidden = output[0] if self.returns_tuple else output
+        return output
+
+
+def with_layers(model: nn.Module, path: tuple[str, ...], layers: list[nn.Module]) -> nn.Module:
+    """A copy of `model` along `path` only, its layer list replaced; everything else is shared."""
+    copy = _shallow_copy(model)
+    name, rest = path[0], path[1:]
+    child = with_layers(model._modules[name], rest, layers) if rest else nn.ModuleList(layers)  # type: ignore[arg-type]
+    copy._modules[name] = child
+    return copy
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__ = dict(module.__dict__)
+    copy.__dict__["_modules"] = dict(module._modules)
+    # A forward put here by others (accelerate's dispatch, a compiled one) would run the original's layers, and
+    # hooks on the whole model are about the whole model. Layers are not copied: they keep theirs.
+    copy.__dict__.pop("forward", None)
+    for name in list(copy.__dict__):
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and name.startswith("_"):
+            copy.__dict__[name] = type(copy.__dict__[name])()
+    return copy
+
+
+_tuples: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def layers_return_tuples(model: PreTrainedModel) -> bool:
+    """Ask the first layer, on one token, once a model."""
+    if model not in _tuples:
+        spy = Spy(decoder_layers(model)[0])
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False)
+        _tuples[model] = spy.returns_tuple
+    return _tuples[model]
+
+
+class Head:
+    """The model's own final norm, head, scales and soft-cap, for hidden states of any layer.
+
+    A view whose only layer is an Inject; gradients flow through it into the shared parameters.
+
+    Attributes:
+        returns_tuple: whether the model expects its layers to answer with a tuple; whoever watched one knows.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.returns_tuple = False
+        self._inject = Inject(decoder_layers(model)[0])
+        self._view = with_layers(model, anatomy(model).layers_path, [self._inject])
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(batch, n, hidden_size) after some layer -> (batch, n, vocab) logits."""
+        self._inject.returns_tuple, self._inject.hidden = self.returns_tuple, hidden
+        try:
+            token_ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            return self._view(input_ids=token_ids, use_cache=False, return_dict=True).logits
+        finally:
+            self._inject.hidden = None
+
+
+class ExitReader:
+    """Logits of several exits from one pass over the model, which is left untouched.
+
+    Args:
+        model: a causal LM in eval mode.
+        exits: exit layers, 1 .. L-1.
+    """
+
+    def __init__(self, model: nn.Module, exits: Sequence[int]) -> None:
+        inner = unwrap(model)
+        layers = decoder_layers(inner)
+        self._spies = {e: Spy(layers[check_exit_layer(e, len(layers)) - 1]) for e in sorted(set(exits))}
+        watched = [self._spies.get(index + 1, layer) for index, layer in enumerate(layers)]
+        self._view = with_layers(inner, anatomy(inner).layers_path, watched)
+        self._head = Head(inner)
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
+        """Run (batch, length) tokens.
+
+        Returns:
+            The model's logits (batch, length, vocab), and an iterator of (exit layer, its logits), computed one
+            at a time so that only two sets of logits exist at once.
+        """
+        logits = self._view(input_ids=token_ids, use_cache=False, return_dict=True).logits
+        return logits, self._exits()
+
+    @torch.no_grad()
+    def _exits(self) -> Iterator[tuple[int, Tensor]]:
+        for exit_layer, spy in self._spies.items():
+            assert spy.hidden is not None
+            self._head.returns_tuple = spy.returns_tuple
+            yield exit_layer, self._head(spy.hidden)
+            spy.hidden = None

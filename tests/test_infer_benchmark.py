@@ -1,0 +1,265 @@
+"""`benchmark`: every arm is measured on the same prompts, and what differs from plain decoding does not stay hidden."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from infer.arms import Arm, assistant_early_exit, plain, plain_loop, self_speculative
+from infer.command import main
+from infer.differences import first_difference
+from infer.measurement import Measured, Protocol, best, measure
+from infer.options import DecodingOptions
+from infer.prompts import BUILT_IN, find_prompts, read_prompts
+from infer.report import COLUMNS, record, row
+from layerskip import decoding
+from layerskip.settings import Setting
+from tests import tiny
+
+ARMS = ["plain", "plain loop", "self-speculative", "assistant_early_exit"]
+GREEDY = DecodingOptions(max_new_tokens=16).generate_arguments()
+
+
+def benchmark(folder, capsys, *flags: str, code: int = 0) -> tuple[str, dict]:
+    """What is printed before the last line, and the last line."""
+    assert main(["benchmark", str(folder), "--max-new-tokens", "10", "--num-prompts", "2", *flags]) == code
+    shown, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    return shown, json.loads(last)
+
+
+def prompts(n: int = 2) -> list[torch.Tensor]:
+    return [torch.tensor([[5, 9, 17 + i, 30, 8]]) for i in range(n)]
+
+
+def quiet(label: str) -> None:
+    pass
+
+
+@pytest.fixture
+def model():
+    model = tiny.llama()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_the_table_and_its_record_hold_every_arm(tiny_checkpoint, capsys):
+    file = tiny_checkpoint / "benchmark.json"
+    flags = ("--exit-layers", "2", "--num-draft-tokens", "3", "--repeats", "2", "--sampled", "--json", str(file))
+    shown, result = benchmark(tiny_checkpoint, capsys, *flags)
+    assert json.loads(file.read_text()) == result
+    assert [arm["arm"] for arm in result["greedy"]] == [arm["arm"] for arm in result["sampled"]] == ARMS
+    for arm in result["greedy"]:
+        assert arm["error"] is None
+        assert arm["equal_outputs"] == arm["num_outputs"] == 2
+        assert arm["tokens"] == result["greedy"][0]["tokens"]
+        assert len(arm["speedup_by_repeat"]) == 2
+    assert result["greedy"][0]["speedup"] == result["greedy"][0]["median_speedup"] == 1
+    assert all("equal_outputs" not in arm for arm in result["sampled"])
+    for said in (*ARMS, "greedy: 2 prompts (built in)", "sampled: ", "float32", "torch ", "transformers ", "commit "):
+        assert said in shown
+    for name in ("cpu", "threads", "dtype", "torch", "transformers", "commit", "prompts", "seed"):
+        assert name in result["conditions"]
+    assert str(tiny_checkpoint.parent) not in json.dumps(result)  # a published record names no paths
+
+
+def test_settings_are_chosen_on_prompts_that_are_not_reported(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+    seen: list[tuple[str, str]] = []
+    run = Arm.run
+
+    def watched(self, model, prompt, arguments):
+        seen.append((self.label, str(prompt.tolist())))
+        return run(self, model, prompt, arguments)
+
+    monkeypatch.setattr(Arm, "run", watched)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i} lazy dogs"}) + "\n" for i in range(4)))
+    flags = ("--exit-layers", "1,2", "--num-draft-tokens", "2,4", "--prompts", str(file), "--repeats", "1")
+    _, result = benchmark(tiny_checkpoint, capsys, *flags)
+    tried = [(arm["arm"], arm["exit_layer"], arm["num_draft_tokens"]) for arm in result["validation"]]
+    grid = [(e, k) for e in (1, 2) for k in (2, 4)]
+    assert tried == [("plain", None, None)] + [(arm, *pair) for arm in ARMS[2:] for pair in grid]
+    for arm in result["greedy"][2:]:
+        rivals = [other for other in result["validation"] if other["arm"] == arm["arm"]]
+        fastest = max(rivals, key=lambda other: other["tokens_per_second"])
+        assert (arm["exit_layer"], arm["num_draft_tokens"]) == (
+            fastest["exit_layer"],
+            fastest["num_draft_tokens"],
+        )
+    loop = seen.index(next(entry for entry in seen if entry[0] == "plain loop"))
+    choosing = {prompt for _, prompt in seen[: loop - 1]}  # the plain arm warms up just before
+    reporting = {prompt for _, prompt in seen[loop:]}
+    assert len(choosing) == len(reporting) == 2
+    assert not choosing & reporting
+
+
+def test_a_tuned_checkpoint_needs_no_flags(tiny_checkpoint, capsys):
+    path = tiny_checkpoint / "generation_config.json"
+    tuned = {"layerskip": {"exit_layer": 2, "num_draft_tokens": 3}, "_from_model_config": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | tuned))
+    _, result = benchmark(tiny_checkpoint, capsys, "--repeats", "1")
+    assert [(arm["exit_layer"], arm["num_draft_tokens"]) for arm in result["greedy"][2:]] == [(2, 3)] * 2
+    assert result["validation"] == []
+
+
+def test_check_passes_an_exact_engine(tiny_checkpoint, capsys):
+    shown, result = benchmark(tiny_checkpoint, capsys, "--check", "--exit-layers", "1,3")
+    assert result["exact"] is True
+    assert shown.count("2 of 2 greedy float32 outputs equal") == 2
+
+
+def test_check_catches_a_rule_that_accepts_too_much(tiny_checkpoint, capsys, monkeypatch):
+    def accept_all(drafted, target):
+        return torch.tensor(drafted.shape[1]), target[:, -1:]
+
+    monkeypatch.setattr(decoding, "accept_greedy", accept_all)
+    shown, result = benchmark(tiny_checkpoint, capsys, "--check", "--exit-layers", "1", code=1)
+    assert result["exact"] is False
+    assert result["check"][0]["equal_outputs"] == 0
+    assert "A FAULT, rounding does not explain it" in shown
+
+
+@pytest.mark.parametrize("position", [0, 5, 15])
+def test_a_planted_fault_is_counted_and_placed(model, position):
+    def faulty(model, prompt, arguments):
+        sequences, statistics = plain().decode(model, prompt, arguments)
+        worst = model(sequences[:, : prompt.shape[1] + position]).logits[0, -1].argmin()
+        sequences[0, prompt.shape[1] + position] = worst
+        return sequences, statistics
+
+    baseline, entry = measure(model, [plain(), Arm("faulty", faulty)], Protocol(prompts(), GREEDY, 1), quiet)
+    differences = [
+        first_difference(model, prompt, expected.tokens, actual.tokens)
+        for prompt, expected, actual in zip(prompts(), baseline.outputs[0], entry.outputs[0], strict=True)
+    ]
+    result = record(entry, baseline, differences)
+    assert (result["equal_outputs"], result["num_outputs"], result["near_ties"]) == (0, 2, 0)
+    assert [difference["position"] for difference in result["differences"]] == [position] * 2
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_tie_is_no_fault(model):
+    """Two tokens with the same row in the head have the same logit: either is right."""
+    prompt = prompts()[0]
+    expected = plain().run(model, prompt, GREEDY).tokens
+    twin = next(token for token in range(3, 64) if token not in expected)
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[expected[4]]
+    actual = [*expected[:4], twin, *expected[5:]]
+    difference = first_difference(model, prompt, expected, actual)
+    assert difference.position == 4
+    assert difference.near_tie
+    assert difference.margin == difference.gap == 0
+
+
+def test_an_output_that_ends_early_is_a_fault(model):
+    expected = plain().run(model, prompts()[0], GREEDY).tokens
+    difference = first_difference(model, prompts()[0], expected, expected[:-1])
+    assert (difference.position, difference.actual, difference.near_tie) == (15, None, False)
+    assert first_difference(model, prompts()[0], expected, expected) is None
+
+
+def test_every_arm_stops_at_the_end_token(model):
+    whole = plain().run(model, prompts()[0], GREEDY).tokens
+    model.generation_config.eos_token_id = whole[6]
+    setting = Setting(2, 4)
+    for arm in (plain(), plain_loop(), self_speculative(setting), assistant_early_exit(setting)):
+        assert arm.run(model, prompts()[0], GREEDY).tokens == whole[: whole.index(whole[6]) + 1]
+
+
+def test_transformers_early_exit_drafts_as_long_as_asked_and_leaves_the_model_as_it_was(model):
+    """Its knobs are read from the model's own config, where a call's arguments are ignored."""
+    before = model.generation_config.to_dict()
+    for num_draft_tokens in (1, 3):
+        output = assistant_early_exit(Setting(2, num_draft_tokens)).run(model, prompts()[0], GREEDY)
+        counts = output.statistics
+        assert counts.num_tokens == 16
+        assert counts.num_drafted / counts.num_steps == pytest.approx(num_draft_tokens, rel=0.4)
+        # The same drafts and the same rule as ours.
+        ours = self_speculative(Setting(2, num_draft_tokens)).run(model, prompts()[0], GREEDY).statistics
+        assert (counts.num_steps, counts.num_drafted) == (ours.num_steps, ours.num_drafted)
+    assert model.generation_config.to_dict() == before
+    assert not model.model.layers[0]._forward_hooks
+
+
+def test_an_architecture_on_which_transformers_early_exit_fails_is_a_row_that_says_so():
+    model = tiny.architecture("gpt2")
+    model.generation_config.eos_token_id = None
+    arms = [plain(), self_speculative(Setting(2, 3)), assistant_early_exit(Setting(2, 3))]
+    measured = measure(model, arms, Protocol(prompts(), GREEDY, 1), quiet)
+    assert [entry.error is None for entry in measured] == [True, True, False]
+    assert model.config.num_hidden_layers == 4
+    cells = row(record(measured[2], measured[0], []))
+    assert len(cells) == len(COLUMNS)
+    assert "failed, " in cells[0]
+    assert best(measured[2:]) is None
+    assert plain().run(model, prompts()[0], GREEDY).tokens == measured[0].outputs[0][0].tokens
+
+
+def test_speedups_are_ratios_of_sums_and_medians_of_prompts():
+    from infer.arms import Output
+
+    def measured(*rows):
+        return Measured(plain(), [[Output([0] * n, s, None, None) for n, s in outputs] for outputs in rows])
+
+    baseline = measured([(10, 1.0), (10, 1.0), (10, 4.0)], [(10, 1.0), (10, 1.0), (10, 4.0)])
+    entry = measured([(10, 1.0), (10, 0.5), (10, 1.0)], [(10, 1.0), (10, 0.5), (10, 1.0)])
+    assert entry.speedup(baseline) == pytest.approx(6 / 2.5)
+    assert entry.median_speedup(baseline) == pytest.approx(2.0)
+    assert entry.speedup_by_repeat(baseline) == pytest.approx([2.4, 2.4])
+    assert entry.statistics is None
+
+
+def test_arms_are_interleaved_and_take_turns_at_going_first(model):
+    order: list[str] = []
+    arms = [Arm(name, lambda m, p, a, n=name: (order.append(n), (p, None))[1]) for name in "abc"]
+    measure(model, arms, Protocol(prompts(3), GREEDY, 1), quiet)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_prompt_files(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"text": "b"}\n{"text": ""}\n{"prompt": "a"}\n')
+    assert read_prompts(file) == ("a", "b")
+    found = find_prompts(str(file), None, need_validation=True)
+    assert (found.validation, found.test) == (("a",), ("b",))
+    assert find_prompts(str(file), None, need_validation=False).test == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a"}\n["b"]\n', "line 2 is not a prompt"),
+        ('{"question": "a"}\n', "line 1 is not a prompt"),
+        ("plain text\n", "line 1 is not a prompt"),
+        ("\n", "holds no prompts"),
+        ('{"prompt": "a"}\n', "holds one prompt, but several settings need"),
+    ],
+)
+def test_prompt_files_that_will_not_do(text, said, tmp_path):
+    from infer.errors import InputError
+
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(InputError, match=said):
+        find_prompts(str(tmp_path / "x"), None, need_validation=True)
+
+
+def test_the_models_own_prompts_come_before_the_built_in_ones(tmp_path):
+    assert set(find_prompts(None, tmp_path, need_validation=False).test) == set(BUILT_IN)
+    halves = find_prompts(None, None, need_validation=True)
+    assert len(halves.validation) == len(halves.test) == 6
+    assert not set(halves.validation) & set(halves.test)
+    (tmp_path / "prompts").mkdir()
+    for split, texts in (("validation", "abc"), ("test", "cde")):
+        lines = [json.dumps({"prompt": text}) + "\n" for text in texts]
+        (tmp_path / "prompts" / f"{split}.jsonl").write_text("".join(lines))
+    found = find_prompts(None, tmp_path, need_validation=True)
+    assert (found.validation, found.test) == (("a", "b", "c"), ("d", "e"))  # c was seen while choosing
+
+
+def test_rates_that_are_not_numbers_are_null(model):
+    measured = measure(model, [plain(), plain_loop()], Protocol(prompts(1), GREEDY, 1), quiet)
+    result = record(measured[1], measured[0], None)
+    assert math.isnan(measured[1].statistics.draft_acceptance_rate)
+    assert result["draft_acceptance_rate"] is None
+    assert result["mean_acceptance_length"] == 1

@@ -1,0 +1,163 @@
+"""The door of `infer`: how it is called, how fast it answers, and what it says when something is wrong."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.command import COMMANDS, main
+from tests import tiny
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main(argv)
+    except SystemExit as leave:
+        code = leave.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("door", [["-m", "infer"], ["infer"], [str(CHECKOUT / "infer")]])
+def test_three_doors(door, tmp_path):
+    here = tmp_path if Path(door[-1]).is_absolute() else CHECKOUT
+    result = subprocess.run([sys.executable, *door, "--help"], cwd=here, capture_output=True, text=True, check=True)
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+def test_help_and_wrong_flags_import_no_torch():
+    script = """
+import sys
+from infer.command import COMMANDS, main
+for argv in [["--help"], *([name, "--help"] for name in COMMANDS), ["generate", "no/such/model", "hi"],
+             ["push", "nowhere", "--repo", "me/it", "--dry-run"], ["benchmark", "no/such/model"]]:
+    try:
+        main(argv)
+    except SystemExit:
+        pass
+heavy = {"torch", "transformers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["sing"], "invalid choice: 'sing'"),
+        ([], "required: COMMAND"),
+        (["generate", "./nowhere", "hi"], "./nowhere does not exist: give the folder"),
+        (["generate", "{tmp}/a/b", "hi"], "does not exist"),
+        (["generate", "bad name", "hi"], "neither a folder nor a Hub id"),
+        (["generate", "{tmp}", "hi"], "holds no config.json"),
+        (["generate", "{model}/config.json", "hi"], "is a file"),
+        (["generate", "{model}", "hi", "--exit-layer", "0"], "--exit-layer: '0' is not a number of layers"),
+        (["generate", "{model}", "hi", "--exit-layer", "all"], "'all' is not a number of layers, 1 or more, or none"),
+        (["generate", "{model}", "hi", "--exit-layer", "4"], "this model has 4 layers, so choose 1 to 3"),
+        (["generate", "{model}", "hi", "--num-draft-tokens", "-1"], "'-1' is not a whole number, 1 or more"),
+        (["generate", "{model}", "hi", "--temperature", "-1"], "'-1' is not a number, 0 or more"),
+        (["generate", "{model}", "hi", "--temperature", "nan"], "'nan' is not a number, 0 or more"),
+        (["generate", "{model}", "hi", "--temperature", "1", "--top-p", "1.5"], "'1.5' is not a number above 0"),
+        (["generate", "{model}", "hi", "--top-k", "5"], "--top-k 5 does nothing at temperature 0"),
+        (["generate", "{model}", "hi", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (["generate", "{model}", "hi", "--device", "toaster"], "--device toaster cannot be used here"),
+        (["generate", "{model}", "hi", "--exit-layer", "2", "--max-new-tokens", "999"], "the model has 256 positions"),
+        (["generate", "{model}", "hi", "--prompt-file", "x"], "both PROMPT and --prompt-file"),
+        (["generate", "{model}", "--prompt-file", "{tmp}/x"], "cannot read --prompt-file"),
+        (["generate", "{model}", ""], "PROMPT is empty"),
+        (["generate", "{model}"], "standard input is empty"),
+        (["generate", "nobody/nothing", "hi"], "found no folder nobody/nothing here and cannot load"),
+        (["chat", "{model}", "--system", "Be kind."], "--system 'Be kind.' needs a chat template"),
+        (["benchmark", "{model}"], "carries no tuned exit layer to measure: give --exit-layers"),
+        (["benchmark", "{model}", "--exit-layers", "2,9"], "exit_layer=9 is out of range"),
+        (["benchmark", "{model}", "--exit-layers", "2,x"], "'x' is not a whole number"),
+        (["benchmark", "{model}", "--exit-layers", "2", "--max-new-tokens", "250"], "the model has 256 positions"),
+        (["benchmark", "{model}", "--exit-layers", "2", "--prompts", "{tmp}/x"], "cannot read prompts from"),
+        (["benchmark", "{model}", "--json", "{tmp}/no/x.json"], "there is no folder"),
+        (["benchmark", "{model}", "--check", "--dtype", "bfloat16"], "--check compares in float32"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_that_names_the_way_out(argv, said, tiny_checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    argv = [part.format(model=tiny_checkpoint, tmp=tmp_path) for part in argv]
+    code, out, err = run(argv, capsys)
+    assert code == 2
+    assert said in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_weights_are_read(tiny_checkpoint, capsys):
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    (tiny_checkpoint / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
+    (tiny_checkpoint / "model.safetensors").unlink()
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the tokenizer has 300 tokens but the model's embeddings only 200" in err
+
+
+def test_an_exit_layer_out_of_range_is_refused_before_the_weights_are_read(tiny_checkpoint, capsys):
+    (tiny_checkpoint / "model.safetensors").unlink()
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi", "--exit-layer", "7"], capsys)
+    assert code == 2
+    assert "exit_layer=7 is out of range" in err
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json"])
+def test_an_incomplete_folder_is_refused(missing, tiny_checkpoint, capsys):
+    (tiny_checkpoint / missing).unlink()
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{tiny_checkpoint} holds no usable" in err
+
+
+def test_damaged_weights_are_refused(tiny_checkpoint, capsys):
+    (tiny_checkpoint / "model.safetensors").write_bytes(b"not weights")
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds no usable causal language model" in err
+
+
+def test_an_unfinished_run_names_its_last_checkpoint(tmp_path, capsys):
+    for step in ("step-000100", "step-000200"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "config.json").write_text("{}")
+    code, _, err = run(["generate", str(tmp_path), "hi"], capsys)
+    assert code == 2
+    assert str(tmp_path / "checkpoints" / "step-000200") in err
+
+
+def test_an_unsupported_model_is_refused_with_the_librarys_reason(tmp_path, capsys):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    tokenizer = tiny.tokenizer()
+    MambaForCausalLM(
+        MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=4, state_size=4)
+    ).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, _, err = run(["generate", str(tmp_path), "hi", "--exit-layer", "2"], capsys)
+    assert code == 2
+    assert "cannot be rolled back" in err.splitlines()[-1]
+
+
+def test_a_checkpoint_that_asks_for_beams_is_refused_with_the_librarys_reason(tiny_checkpoint, capsys):
+    path = tiny_checkpoint / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 3}))
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi", "--exit-layer", "2", "--max-new-tokens", "8"], capsys)
+    assert code == 2
+    assert "num_beams=1" in err
+
+
+def test_a_reader_that_leaves_early_is_no_error(tiny_checkpoint):
+    listing = f"{sys.executable} -m infer push {tiny_checkpoint} --repo me/it --dry-run"
+    command = f"{listing} | true; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "0"
+    assert result.stderr == ""

@@ -1,0 +1,102 @@
+"""Forecasts against decoding itself, and the cost model against closed forms."""
+
+import pytest
+import torch
+
+import layerskip
+from layerskip.forecast import Costs, ExitMeasurement, best_setting, measure_costs, measure_exits
+from tests import tiny
+
+
+def measurement(agrees: list[bool]) -> ExitMeasurement:
+    m = ExitMeasurement(num_tokens=len(agrees))
+    m._agrees.append(agrees)
+    return m
+
+
+def test_acceptance_length_walks_the_text_as_decoding_does():
+    always, never = measurement([True] * 100), measurement([False] * 100)
+    for n in (1, 3, 6):
+        assert always.mean_acceptance_length(n) == n + 1
+        assert never.mean_acceptance_length(n) == 1
+    # Accepted, accepted, rejected, and again: two stay and the target's own token follows.
+    assert measurement([True, True, False] * 30).mean_acceptance_length(2) == 3
+    assert measurement([True, True, False] * 30).mean_acceptance_length(5) == 3
+    assert measurement([True] * 3).mean_acceptance_length(5) != measurement([True] * 3).mean_acceptance_length(5)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_forecast_is_what_decoding_then_does(exit_layer, n):
+    """Over the model's own greedy text, the predicted acceptance length is the measured one."""
+    model = tiny.llama(seed=1)
+    prompt = torch.randint(3, 64, (1, 6))
+    output = layerskip.generate(
+        model,
+        prompt,
+        exit_layer=exit_layer,
+        num_draft_tokens=n,
+        do_sample=False,
+        max_new_tokens=200,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+    )
+    # The walk starts where decoding starts: at the prompt's last token.
+    reader = measure_exits(model, [output.sequences], [exit_layer])[exit_layer]
+    reader._agrees = [reader._agrees[0][5:]]
+    assert reader.mean_acceptance_length(n) == pytest.approx(output.statistics.mean_acceptance_length, rel=0.03)
+
+
+def test_measurements_are_means_over_all_tokens():
+    model = tiny.llama()
+    ids = torch.randint(3, 64, (5, 12))
+    together = measure_exits(model, [ids])
+    apart = measure_exits(model, [ids[:2], ids[2:]])
+    for exit_layer, m in together.items():
+        assert m.loss == pytest.approx(apart[exit_layer].loss, rel=1e-5)
+        assert m.overlap == pytest.approx(apart[exit_layer].overlap, rel=1e-5)
+        assert m.num_tokens == apart[exit_layer].num_tokens == 55
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    assert together[4].loss == pytest.approx(expected, rel=1e-5)
+    assert together[4].agreement == together[4].overlap == pytest.approx(1.0)
+
+
+def test_measuring_leaves_the_mode_alone():
+    model = tiny.llama().train()
+    measure_exits(model, [torch.randint(3, 64, (1, 8))], [1])
+    measure_costs(model, [1], max_draft_tokens=2, context=8, repeats=1)
+    assert model.training
+
+
+def test_nothing_to_measure_on():
+    with pytest.raises(ValueError, match="at least one batch"):
+        measure_exits(tiny.llama(), [])
+
+
+def test_a_round_costs_its_parts():
+    costs = Costs(plain=10.0, draft={2: 1.0}, extend={2: 0.5}, verify={2: {1: 8.0, 3: 9.0, 5: 10.0}})
+    assert costs.round(2, 4) == 4 * 1.0 + 0.5 + 10.0
+    assert costs.round(2, 3) == 3 * 1.0 + 0.5 + 9.5  # between 3 and 5 positions
+    assert costs.round(2, 6) == 6 * 1.0 + 0.5 + 11.0  # beyond the last
+
+
+def test_the_best_setting_is_the_fastest():
+    costs = Costs(
+        plain=10.0,
+        draft={1: 0.5, 2: 1.0},
+        extend={1: 0.5, 2: 1.0},
+        verify={1: {1: 9.0, 9: 9.0}, 2: {1: 9.0, 9: 9.0}},
+    )
+    measured = {1: measurement([False] * 99), 2: measurement([True] * 99)}
+    best = best_setting(measured, costs)
+    assert (best[0].exit_layer, best[0].num_draft_tokens) == (2, 8)
+    assert best[0].speedup == pytest.approx(10 * 9 / (8 + 1 + 9))
+    assert best[-1].speedup < 1
+    assert [f.speedup for f in best] == sorted((f.speedup for f in best), reverse=True)
+
+
+def test_costs_of_this_machine_are_sane():
+    costs = measure_costs(tiny.llama(), [1, 3], max_draft_tokens=4, context=16, repeats=3)
+    assert costs.plain > 0
+    assert set(costs.draft) == set(costs.extend) == set(costs.verify) == {1, 3}
+    assert all(seconds > 0 for table in costs.verify.values() for seconds in table.values())
