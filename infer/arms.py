@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import layerskip
-from layerskip.settings import Setting
 from layerskip.anatomy import decoder_layers
+from layerskip.settings import Setting
 from layerskip.stats import Statistics
 
 # (model, prompt (1, length), arguments of generate) -> sequences (1, length + n), what was counted if it was

@@ -10,9 +10,9 @@ from infer.errors import InputError, first_line
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.streaming import stream
+from layerskip.anatomy import num_layers
 from layerskip.cache import RollbackLayer
 from layerskip.settings import Setting
-from layerskip.anatomy import num_layers
 
 
 class Conversation:

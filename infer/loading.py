@@ -14,8 +14,8 @@ from transformers.utils import logging
 from infer.errors import InputError, first_line
 from infer.options import ModelOptions, Tuned
 from infer.source import local_folder
-from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
 from layerskip.anatomy import check_exit_layer
+from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
 from layerskip.stages import Stages
 
 if TYPE_CHECKING:

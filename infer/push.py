@@ -21,13 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Upload, or list what would be; returns the exit code."""
     from layerskip import hub
+    from layerskip.card import model_card
 
     run_dir: Path = arguments.run_dir.expanduser()
     try:
         hub.check_repo_id(arguments.repo)
         if arguments.dry_run:
             files = hub.upload_files(run_dir)
-            return dry_run(run_dir, arguments.repo, files, hub.model_card(run_dir, arguments.repo))
+            return dry_run(run_dir, arguments.repo, files, model_card(run_dir, arguments.repo))
         address = hub.upload(
             run_dir,
             arguments.repo,

@@ -133,10 +133,14 @@ class RollbackCache(Cache):
         return lengths.pop()
 
     def rollback(self, length: int) -> None:
-        """Forget every position from `length` on in all layers; a layer that holds fewer is left as it is."""
+        """Forget every position from `length` on in all layers.
+
+        Afterwards all layers hold the same number: `length`, or what the shortest holds, where an error left
+        some short.
+        """
+        length = min(length, *(layer.length for layer in self.layers))
         for layer in self.layers:
-            if layer.length > length:
-                layer.rollback(length)
+            layer.rollback(length)
 
     def stage(self, start: int, stop: int) -> StageCache:
         """What layers [start:stop) see of this cache."""

@@ -42,8 +42,11 @@ class Detokenizer:
         if text.endswith("�"):
             return ""
         piece, self._shown = text[self._shown :], len(text)
-        if text.endswith("\n"):  # a clean place to start afresh, so that decoding stays linear
-            self._ids, self._shown = [], 0
+        if text.endswith("\n"):
+            # A clean place to start afresh, so that decoding stays linear. The last token is kept as context:
+            # SentencePiece drops the space a text begins with.
+            self._ids = self._ids[-1:]
+            self._shown = len(self._decode())
         return piece
 
     def flush(self) -> str:

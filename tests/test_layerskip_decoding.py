@@ -235,6 +235,18 @@ def test_an_error_inside_a_round_leaves_a_consistent_cache(tiny_llama, monkeypat
     assert cache.length == n - 1
 
 
+def test_an_error_inside_the_prefill_leaves_a_consistent_cache(tiny_llama):
+    stages = Stages(tiny_llama, 2)
+    cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
+    stages.prefill(prompt[:, :2], cache)
+    hook = tiny_llama.model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    with pytest.raises(MemoryError):
+        next(steps)
+    hook.remove()
+    assert cache.length == 2
+
+
 def test_gradients_stay_as_the_caller_had_them(tiny_llama):
     stages = Stages(tiny_llama, 2)
     steps = decode(

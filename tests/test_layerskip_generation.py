@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -14,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import layerskip
 from layerskip.settings import Setting, store_setting, tuned_setting
+from layerskip.streaming import Detokenizer
 from tests import tiny
 
 PROCESSORS = {
@@ -252,6 +255,22 @@ def test_stream_pieces_join_to_the_output(tokenizer):
     expected = model.generate(ids, do_sample=False, max_new_tokens=25)[0, ids.shape[1] :]
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(expected, skip_special_tokens=True)
     assert [t for p in pieces if p.step for t in p.step.tokens[0].tolist()] == expected.tolist()
+
+
+def test_detokenizer_pieces_join_to_the_text():
+    """Byte by byte, over characters of several bytes, and over SentencePiece's spaces after a newline."""
+    byte_level = tiny.tokenizer()
+    for text in ("naïve café 日本語 🙂\n  indented\n", "a\n\n b"):
+        detokenizer = Detokenizer(byte_level)
+        pieces = [detokenizer.push([i]) for i in byte_level(text).input_ids]
+        assert "".join([*pieces, detokenizer.flush()]) == text
+        assert all("\ufffd" not in piece for piece in pieces)
+    words = Tokenizer(models.WordLevel({"▁a": 0, "\n": 1, "▁b": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.decoder = decoders.Metaspace()
+    metaspace = PreTrainedTokenizerFast(tokenizer_object=words)
+    detokenizer = Detokenizer(metaspace)
+    pieces = [detokenizer.push([i]) for i in (0, 1, 2, 0, 1, 1, 0)]
+    assert "".join([*pieces, detokenizer.flush()]) == metaspace.decode([0, 1, 2, 0, 1, 1, 0])
 
 
 def test_same_seed_same_sample(tiny_llama, prompt):

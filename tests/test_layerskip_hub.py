@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, Response
 from huggingface_hub.utils import filter_repo_objects
 
-from layerskip import hub
+from layerskip import card, hub
 from layerskip.recipe import Recipe
 
 PUBLISHED = {
@@ -73,14 +73,14 @@ def benchmark() -> dict:
 
 
 def test_the_cards_metadata_is_what_the_hub_reads(run_dir):
-    data = ModelCard(hub.model_card(run_dir, license="apache-2.0")).data
+    data = ModelCard(card.model_card(run_dir, license="apache-2.0")).data
     assert data.library_name == "transformers"
     assert {"layerskip", "self-speculative-decoding"} <= set(data.tags)
     assert (data.license, data.base_model, data.datasets) == ("apache-2.0", "someone/small-model", ["someone/text"])
 
 
 def test_the_card_tells_the_runs_own_numbers(run_dir):
-    card = hub.model_card(run_dir, "someone/quick")
+    text = card.model_card(run_dir, "someone/quick")
     for said in (
         "# quick\n",
         "2 of 16 layers draft up to 5 tokens",
@@ -94,50 +94,50 @@ def test_the_card_tells_the_runs_own_numbers(run_dir):
         "2.50 tokens a verify step, 1.50 times plain",
         "a processor",
     ):
-        assert said in card
-    assert str(run_dir.parent) not in card
+        assert said in text
+    assert str(run_dir.parent) not in text
 
 
 def test_a_measured_speed_takes_the_forecasts_place(run_dir):
     write(run_dir, "benchmark", benchmark())
-    card = hub.model_card(run_dir)
-    assert "| self-speculative | 2 | 5 | 30.25 | 1.51 | 2.6 | 8 of 8 |" in card
-    assert "| assistant_early_exit (failed) |" in card
-    assert "cpu a fast processor, threads 2" in card
-    assert "Forecast" not in card
-    assert "None" not in card
+    text = card.model_card(run_dir)
+    assert "| self-speculative | 2 | 5 | 30.25 | 1.51 | 2.6 | 8 of 8 |" in text
+    assert "| assistant_early_exit (failed) |" in text
+    assert "cpu a fast processor, threads 2" in text
+    assert "Forecast" not in text
+    assert "None" not in text
 
 
 def test_a_plain_checkpoint_has_a_card_too(tiny_checkpoint):
-    card = hub.model_card(tiny_checkpoint)
-    assert "exit_layer=2, num_draft_tokens=4" in card
-    assert "## Recipe" not in card
-    assert "## Exits" not in card
-    assert ModelCard(card).data.base_model is None
+    text = card.model_card(tiny_checkpoint)
+    assert "exit_layer=2, num_draft_tokens=4" in text
+    assert "## Recipe" not in text
+    assert "## Exits" not in text
+    assert ModelCard(text).data.base_model is None
 
 
 @pytest.mark.parametrize("name", ["/data/models/base", "./base", "~/base", "null", "runs/a/b"])
 def test_a_local_base_model_is_not_named(run_dir, name):
     (run_dir / "config.yaml").write_text(f"model:\n  name_or_path: {name}\n")
-    assert ModelCard(hub.model_card(run_dir)).data.base_model is None
+    assert ModelCard(card.model_card(run_dir)).data.base_model is None
 
 
 def test_a_card_is_written_anew_until_somebody_makes_it_theirs(run_dir):
     path = run_dir / "README.md"
-    hub.write_model_card(run_dir, license="mit")
+    card.write_model_card(run_dir, license="mit")
     write(run_dir, "benchmark", benchmark())
-    hub.write_model_card(run_dir)
+    card.write_model_card(run_dir)
     assert "a fast processor" in path.read_text()
     assert ModelCard.load(path).data.license == "mit"  # as it was said once
     own = path.read_text().replace(hub._MARK, "My own words.")
     path.write_text(own)
     write(run_dir, "benchmark", {})
-    hub.write_model_card(run_dir)
+    card.write_model_card(run_dir)
     assert path.read_text() == own
 
 
 def test_only_what_belongs_to_the_model_goes(run_dir):
-    hub.write_model_card(run_dir)
+    card.write_model_card(run_dir)
     found = {path.relative_to(run_dir).as_posix() for path in hub.upload_files(run_dir)}
     assert found == PUBLISHED
 
@@ -230,4 +230,4 @@ def test_what_cannot_be_uploaded_is_refused_before_any_call(run_dir, fake_hub, m
 def test_a_damaged_record_is_named(run_dir):
     (run_dir / "benchmark.json").write_text("[1, 2")
     with pytest.raises(hub.HubError, match=r"benchmark\.json is not a JSON object"):
-        hub.model_card(run_dir)
+        card.model_card(run_dir)
