@@ -129,7 +129,7 @@ def test_a_card_is_written_anew_until_somebody_makes_it_theirs(run_dir):
     card.write_model_card(run_dir)
     assert "a fast processor" in path.read_text()
     assert ModelCard.load(path).data.license == "mit"  # as it was said once
-    own = path.read_text().replace(hub._MARK, "My own words.")
+    own = path.read_text().replace(card._MARK, "My own words.")
     path.write_text(own)
     write(run_dir, "benchmark", {})
     card.write_model_card(run_dir)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_costs, measure_exits
 from layerskip.anatomy import num_layers
+from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_costs, measure_exits
 from train.config import TrainConfig
 from train.console import Reporter
 from train.engine import autocast, is_sharded
