@@ -32,11 +32,12 @@ class RunConfig:
     name: str = ""  # name of the run; left out, the name of the config file
     output_dir: str = ""  # folder of the run; left out, runs/<name>
     seed: int = 0  # seeds the weights, the data order and layer dropout
+    cpu_threads: int | None = None  # torch threads of a process; left out, without a GPU all cores, shared evenly
     resume: Literal["auto", "never"] = "auto"  # auto: go on from the folder's last whole checkpoint
     overwrite: bool = False  # delete another run's files in output_dir first
 
     def __post_init__(self) -> None:
-        check_at_least("run", self, {"seed": 0})
+        check_at_least("run", self, {"seed": 0, "cpu_threads": 1})
 
     @property
     def folder(self) -> Path:

@@ -19,17 +19,12 @@ from train.errors import TrainingError
 
 SPLITS = ("train", "validation", "test")
 
-# Not the library's own prose: its tests, bundled and generated packages, and what was installed beside it.
+# Not code somebody wrote to be read: tests, generated tables, and what was installed beside the library.
 _SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "__pycache__"),
+    *("site-packages", "dist-packages", "encodings", "pydoc_data"),
 }
+_SKIPPED_PREFIX = "_sysconfigdata"
 _TEXT_SUFFIXES = {".txt", ".md", ".py"}
 
 
@@ -78,7 +73,11 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
     """The sources of the Python that runs this; grouped by top-level module or package."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    paths = sorted(path for path in paths if not _SKIPPED_FOLDERS & set(path.parts))
+    paths = sorted(
+        path
+        for path in paths
+        if not _SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith(_SKIPPED_PREFIX)
+    )
     if max_documents is not None:  # a few of everything rather than all that begins with "a"
         paths = sorted(paths, key=lambda path: hash_share(path.as_posix()))
     for path in paths:

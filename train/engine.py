@@ -39,6 +39,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     steps = accumulation_steps(config, int(os.environ.get("WORLD_SIZE", 1)))
     deepspeed = _asked_for("DEEPSPEED")
     no_device = not torch.accelerator.is_available()
+    _set_threads(config.run.cpu_threads, no_device)
     group = InitProcessGroupKwargs(timeout=_PATIENCE)
     if deepspeed and no_device:
         # accelerate finds no backend for DeepSpeed without a GPU, and cpu=True would turn DeepSpeed off.
@@ -59,6 +60,16 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         settings["gradient_accumulation_steps"] = steps
         settings["gradient_clipping"] = config.optim.max_grad_norm
     return accelerator
+
+
+def _set_threads(wanted: int | None, no_device: bool) -> None:
+    """`accelerate launch` gives every process one thread, which on a CPU leaves the other cores idle."""
+    if wanted is None and no_device:
+        # The cores this process may use, where the system can tell (not on macOS).
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if wanted is not None:
+        torch.set_num_threads(wanted)
 
 
 def _asked_for(engine: str) -> bool:

@@ -53,7 +53,7 @@ class Evaluator:
         """Time the stages of `model`, before anything hangs on it, in the dtype it will decode in.
 
         Weights do not matter to time, so this is done once, when memory is still free. Sharded engines have
-        no whole model to time: then there are no forecasts, and `python -m infer tune` finds the setting
+        no whole model to time: then there are no forecasts, and no setting is chosen
         afterwards.
         """
         self.accelerator, self.config, self.num_layers = accelerator, config, num_layers(model)

@@ -78,7 +78,10 @@ def _choose_setting(run: Run, evaluations: dict[str, Evaluation], reporter: Repo
     if not forecasts:
         if run.accelerator.is_main_process:
             folder = run.config.run.folder
-            reporter.say(f"no setting chosen, the stages were not timed; afterwards: python -m infer tune {folder}")
+            reporter.say(
+                "no setting chosen, since a sharded model's stages cannot be timed; afterwards: "
+                f"python -m infer benchmark {folder} --exit-layers 2,4 --num-draft-tokens 3,6"
+            )
         return None
     best = forecasts[0]
     model = run.accelerator.unwrap_model(run.model)
@@ -144,7 +147,7 @@ def _upload(hub: HubConfig, folder: Path, reporter: Reporter) -> None:
     try:
         address = upload(folder, hub.repo_id, private=hub.private)
     except HubError as error:
-        reporter.say(f"not uploaded: {error}; try again with: python -m infer push {folder} {hub.repo_id}")
+        reporter.say(f"not uploaded: {error}; try again with: python -m infer push {folder} --repo {hub.repo_id}")
     else:
         reporter.say(f"uploaded to {address}")
 

@@ -48,7 +48,7 @@ OUTPUTS = (
 )
 # Settings that may differ between a run and its resumption; all others make it another run.
 _MAY_CHANGE = {
-    "run": ("name", "output_dir", "resume", "overwrite"),
+    "run": ("name", "output_dir", "resume", "overwrite", "cpu_threads"),
     "model": ("save_dtype", "gradient_checkpointing", "attn_implementation"),
     "data": ("evaluation_blocks",),
     "recipe": ("total_steps",),

@@ -1,0 +1,116 @@
+"""Every command and snippet of the README runs, on a tiny run instead of the quickstart's; so do the scripts."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line[2:].partition("  #")[0].strip()
+    for block in re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run(command: str, **environment: str) -> str:
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory) -> Path:
+    """A finished run of configs/tiny.yaml, trained through the real door."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    run(f"accelerate launch train configs/tiny.yaml run.output_dir={shlex.quote(str(folder))}")
+    return folder
+
+
+def on(tiny_run: Path, text: str) -> str:
+    """The README's text with the tiny run and config in the quickstart's place."""
+    return text.replace("runs/quickstart", str(tiny_run)).replace("configs/quickstart.yaml", "configs/tiny.yaml")
+
+
+def test_there_is_something_to_run():
+    assert len(COMMANDS) >= 9
+    assert len(SNIPPETS) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command, tiny_run):
+    if command.startswith("make "):
+        target = command.removeprefix("make ").split()[0]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        return
+    if command.startswith("pip "):
+        return
+    command = on(tiny_run, command)
+    if "infer benchmark" in command:
+        command = command.replace("--exit-layers 2,3", "--exit-layers 1,2")
+        command += " --num-prompts 1 --repeats 1 --max-new-tokens 8"
+    if "accelerate launch" in command:
+        command += f" run.output_dir={tiny_run.parent / 'again'} optim.max_steps=2"
+    run(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets(snippet, tiny_run, capsys):
+    exec(compile(on(tiny_run, snippet), "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_end_to_end(tmp_path):
+    output = run(
+        "scripts/demo.sh",
+        CONFIG="configs/tiny.yaml",
+        RUN=str(tmp_path / "run"),
+        BENCHMARK="--exit-layers 1,2 --num-draft-tokens 2 --num-prompts 1 --repeats 1 --max-new-tokens 8",
+    )
+    assert "greedy float32 outputs equal" in output
+    assert "Next:" in output
+    assert (tmp_path / "run" / "benchmark.json").is_file()
+
+
+@pytest.mark.slow
+def test_overhead_is_measured(tiny_run):
+    output = run(
+        f"python scripts/overhead.py {tiny_run} --exit-layer 2 --prompt-tokens 8 --max-new-tokens 16 --threads 1"
+    )
+    assert '"overhead": ' in output
+
+
+def test_every_module_is_in_the_tree():
+    """The README's tree names every module of the library, and nothing that is gone."""
+    tree = README.split("## The tree")[1].split("## ")[0]
+    named = set(re.findall(r"(\w+\.py)", tree))
+    there = {path.name for path in (ROOT / "layerskip").glob("*.py")} - {"__init__.py"}
+    assert named == there
+
+
+def test_what_the_readme_links_is_there():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
