@@ -94,7 +94,8 @@ class DropoutHooks:
         if kept is None:
             whole = torch.where(keep[:, None, None], result, hidden)
         else:
-            result = torch.where(keep[kept, None, None], result, hidden[kept])
+            if len(kept) == 1:  # perhaps the row that ran for nothing
+                result = torch.where(keep[kept, None, None], result, hidden[kept])
             whole = hidden.index_copy(0, kept, result)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 

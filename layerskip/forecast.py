@@ -37,12 +37,12 @@ class ExitMeasurement:
     num_tokens: int = 0
     _agrees: list[list[bool]] = field(default_factory=list, repr=False)  # one list a sequence
 
-    def add(self, logits: Tensor, target_logits: Tensor, token_ids: Tensor) -> None:
-        """Count (batch, length, vocab) logits of the exit and the model over (batch, length) tokens."""
-        q = logits[:, :-1].float().log_softmax(-1)
-        p = target_logits[:, :-1].float().log_softmax(-1)
-        agrees = q.argmax(-1) == p.argmax(-1)  # (batch, length-1)
-        loss = F.nll_loss(q.transpose(1, 2), token_ids[:, 1:])
+    def add(self, logits: Tensor, target_logits: Tensor, token_ids: Tensor, start: int = 1) -> None:
+        """Count (batch, length, vocab) logits of the exit and the model over tokens [start:) of (batch, length)."""
+        q = logits[:, start - 1 : -1].float().log_softmax(-1)
+        p = target_logits[:, start - 1 : -1].float().log_softmax(-1)
+        agrees = q.argmax(-1) == p.argmax(-1)  # (batch, length - start)
+        loss = F.nll_loss(q.transpose(1, 2), token_ids[:, start:])
         overlap = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
         share = agrees.numel() / (self.num_tokens + agrees.numel())  # running means
         self.loss += share * (loss.item() - self.loss)
@@ -67,14 +67,16 @@ class ExitMeasurement:
 
 
 def measure_exits(
-    model: nn.Module, batches: Iterable[Tensor], exits: Sequence[int] | None = None
+    model: nn.Module, batches: Iterable[Tensor], exits: Sequence[int] | None = None, start: int = 1
 ) -> dict[int, ExitMeasurement]:
-    """Compare exits with the model over text, teacher-forced.
+    """Compare exits with the model over text, teacher-forced. Over the model's own continuations this is what
+    decoding will see; over other text acceptance comes out too high or too low.
 
     Args:
         model: a causal LM; put in eval mode for the moment.
         batches: (batch, length) token ids without padding, at least one.
         exits: exit layers; None is all of 1 .. L-1.
+        start: the first token that is counted, at least 1; those before it are the prompt.
 
     Returns:
         A measurement for each exit, and one under key L for the model itself.
@@ -92,9 +94,9 @@ def measure_exits(
         reader = ExitReader(inner, exits)
         for token_ids in batches:
             logits, exit_logits = reader.read(token_ids)
-            measured[last].add(logits, logits, token_ids)
+            measured[last].add(logits, logits, token_ids, start)
             for exit_layer, early in exit_logits:
-                measured[exit_layer].add(early, logits, token_ids)
+                measured[exit_layer].add(early, logits, token_ids, start)
     finally:
         inner.train(training)
     if not measured[last].num_tokens:

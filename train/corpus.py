@@ -74,9 +74,7 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
     paths = sorted(
-        path
-        for path in paths
-        if not _SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith(_SKIPPED_PREFIX)
+        path for path in paths if not _SKIPPED_FOLDERS & set(path.parts) and not path.name.startswith(_SKIPPED_PREFIX)
     )
     if max_documents is not None:  # a few of everything rather than all that begins with "a"
         paths = sorted(paths, key=lambda path: hash_share(path.as_posix()))

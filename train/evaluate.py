@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _COSTS_CONTEXT = 128  # cached tokens when the stages are timed
+_CONTINUATIONS = 16  # held-out blocks whose beginnings the model continues, to choose a setting on
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,42 @@ class Evaluator:
             measured = measure_exits(model, (batch.to(device) for batch in batches), self.exits)
         last = measured.pop(self.num_layers)
         return Evaluation(last.loss, measured, best_setting(measured, self.costs) if self.costs else [])
+
+    def forecast(self, model: "PreTrainedModel", blocks: Blocks) -> list[Forecast]:
+        """Every setting, best first, as it would do on the model's own greedy continuations of held-out text.
+
+        A model's own text is what its exits will have to follow, and it is unlike other text: a small model
+        repeats itself, which its first layers may or may not be able to copy. Empty if there are no costs.
+        """
+        if self.costs is None:
+            return []
+        [prompts] = blocks.batches(_CONTINUATIONS, _CONTINUATIONS)
+        start = prompts.shape[1] // 3
+        ids = prompts[:, :start].to(self.accelerator.device)
+        end = model.generation_config.eos_token_id
+        training = model.training
+        model.eval()
+        try:
+            with autocast(self.accelerator, self.config):
+                texts = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    min_new_tokens=2,
+                    max_new_tokens=prompts.shape[1] - start,
+                    pad_token_id=end[0] if isinstance(end, list) else end,
+                )
+                rows = [_until_end(text, start, end) for text in texts]
+                measured = measure_exits(model, rows, self.exits, start)
+        finally:
+            model.train(training)
+        return best_setting(measured, self.costs)
+
+
+def _until_end(text: torch.Tensor, start: int, end: int | list[int] | None) -> torch.Tensor:
+    """(1, n) tokens of `text` (length,), cut after the first end of sequence behind its prompt of `start` tokens."""
+    ends = torch.isin(text[start:], torch.tensor(end if end is not None else [], device=text.device)).nonzero()
+    return text[None, : start + int(ends[0]) + 1] if len(ends) else text[None]
 
 
 def report(evaluation: Evaluation, split: str, step: int, reporter: Reporter, tracker: Tracker) -> None:

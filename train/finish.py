@@ -48,7 +48,7 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     """
     evaluations = _measure_both(run, reporter, tracker)
     folder = run.config.run.folder
-    setting = _choose_setting(run, evaluations, reporter)
+    setting = _choose_setting(run, reporter)
     model = run.accelerator.unwrap_model(run.model)
     exits = evaluations["test"].record()["exits"]
     kept = ("loss", "agreement", "overlap")
@@ -72,34 +72,36 @@ def _measure_both(run: Run, reporter: Reporter, tracker: Tracker) -> dict[str, E
     return evaluations
 
 
-def _choose_setting(run: Run, evaluations: dict[str, Evaluation], reporter: Reporter) -> dict[str, Any] | None:
-    """Store the best setting on validation in the model; returns it with its forecast on test."""
-    forecasts = evaluations["validation"].forecasts
-    if not forecasts:
+def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
+    """Store the best setting for continuing validation text in the model; returns it with its forecast on test."""
+    model = run.accelerator.unwrap_model(run.model)
+    chosen = run.evaluator.forecast(model, run.data.validation)
+    if not chosen:
         if run.accelerator.is_main_process:
             folder = run.config.run.folder
             reporter.say(
-                "no setting chosen, since a sharded model's stages cannot be timed; afterwards: "
-                f"python -m infer benchmark {folder} --exit-layers 2,4 --num-draft-tokens 3,6"
+                "no setting chosen: the stages were not timed (a sharded model), or the model ends its texts at once; "
+                f"measure some: python -m infer benchmark {folder} --exit-layers 2,4 --num-draft-tokens 3,6"
             )
         return None
-    best = forecasts[0]
-    model = run.accelerator.unwrap_model(run.model)
-    store_setting(model, Setting(best.exit_layer, best.num_draft_tokens))
-    matches = [
-        forecast
-        for forecast in evaluations["test"].forecasts
-        if (forecast.exit_layer, forecast.num_draft_tokens) == (best.exit_layer, best.num_draft_tokens)
-    ]
-    tested = matches[0] if matches else best
+    exit_layer, num_draft_tokens = chosen[0].exit_layer, chosen[0].num_draft_tokens
+    store_setting(model, Setting(exit_layer, num_draft_tokens))
+    tested = next(
+        (
+            forecast
+            for forecast in run.evaluator.forecast(model, run.data.test)
+            if (forecast.exit_layer, forecast.num_draft_tokens) == (exit_layer, num_draft_tokens)
+        ),
+        chosen[0],
+    )
     reporter.say(
-        f"setting: exit_layer {best.exit_layer}, num_draft_tokens {best.num_draft_tokens}; forecast on test: "
+        f"setting: exit_layer {exit_layer}, num_draft_tokens {num_draft_tokens}; forecast on test: "
         f"{tested.mean_acceptance_length:.2f} tokens a verify step, {tested.speedup:.2f}x plain decoding"
         + ("" if tested.speedup > 1 else ": no gain yet, train longer or choose shallower recipe.exits")
     )
     return {
-        "exit_layer": best.exit_layer,
-        "num_draft_tokens": best.num_draft_tokens,
+        "exit_layer": exit_layer,
+        "num_draft_tokens": num_draft_tokens,
         "chosen_on": "validation",
         "forecast": {"mean_acceptance_length": tested.mean_acceptance_length, "speedup": tested.speedup},
     }
