@@ -37,7 +37,7 @@ class Handle:
         recipe.check(self.num_layers)
         self.losses: dict[int, Tensor] = {}
         self._step, self._micro_step, self._first_row = 0, 0, 0
-        self._told, self._forwards = False, 0
+        self._told, self._own_text, self._forwards = False, False, 0
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
         self._head = Head(self.model)
@@ -47,22 +47,25 @@ class Handle:
         carried = dict(getattr(self.model.config, CONFIG_KEY, None) or {})
         setattr(self.model.config, CONFIG_KEY, {**carried, "recipe": recipe.to_dict()})
 
-    def set_step(self, step: int, micro_step: int = 0, first_row: int = 0) -> None:
+    def set_step(self, step: int, micro_step: int = 0, first_row: int = 0, own_text: bool = False) -> None:
         """Say where training is, before a forward.
 
         Args:
             step: optimizer step, from 0.
             micro_step: which forward of the step's accumulation window.
             first_row: index, in the batch over all processes, of this process's first sample.
+            own_text: the batch is the model's own text. The exits learn to follow the last layer, wholly by
+                self-distillation, and the last layer is left out of the loss.
         """
-        self._told = True
+        self._told, self._own_text = True, own_text
         self._step, self._micro_step, self._first_row = step, micro_step, first_row
         self._keep = None
 
     @property
     def active_exits(self) -> tuple[int, ...]:
         """Exits in the loss at this step; L is the model itself."""
-        return active_exits(self.recipe, self.num_layers, self._step)
+        exits = active_exits(self.recipe, self.num_layers, self._step)
+        return tuple(e for e in exits if e < self.num_layers) or exits if self._own_text else exits
 
     @property
     def dropout_rates(self) -> tuple[float, ...]:
@@ -126,7 +129,7 @@ class Handle:
         self, hidden: Tensor, last_logits: Tensor, labels: Tensor, base: Any, kwargs: dict[str, Any]
     ) -> Tensor:
         logits = self._head(hidden)
-        share = self.recipe.self_distillation
+        share = 1.0 if self._own_text else self.recipe.self_distillation
         loss: Tensor | float = (1 - share) * base(logits=logits) if share < 1 else 0.0
         if share > 0:
             targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else shifted_labels(labels)

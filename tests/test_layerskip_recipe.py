@@ -257,6 +257,23 @@ def test_self_distillation_does_not_move_the_last_layer(tiny_llama):
     assert all(p.grad.any() for p in tiny_llama.model.layers[1].parameters())
 
 
+def test_on_its_own_text_only_the_exits_learn_and_only_from_the_model(tiny_llama):
+    handle = prepare(tiny_llama, Recipe(max_dropout=0, exits=(1, 2), curriculum="all", self_distillation=0.0))
+    tiny_llama.train()
+    handle.set_step(0, own_text=True)
+    assert handle.active_exits == (1, 2)
+    loss = tiny_llama(input_ids=batch(), labels=batch()).loss
+    loss.backward()
+    assert all(p.grad is None for p in tiny_llama.model.layers[2:].parameters())
+    with torch.no_grad():
+        logits = tiny_llama(input_ids=batch()).logits
+        early = _truncated(tiny_llama.eval(), 2)(input_ids=batch()).logits
+    expected = -(logits[:, :-1].softmax(-1) * early[:, :-1].log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(handle.losses[2], expected)
+    handle.set_step(1)
+    assert handle.active_exits == (1, 2, 4)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_accumulated_gradients_equal_the_whole_batchs(tiny_llama, share):
     """Four micro-batches with unequal numbers of labels, divided by the window's items, are one batch of four."""

@@ -16,6 +16,7 @@ from train.checkpoint import latest_checkpoint, read_progress
 from train.command import load_config
 from train.engine import accumulation_steps
 from train.errors import ConfigError, TrainingError
+from train.evaluate import _until_end
 from train.loop import train
 
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
@@ -110,6 +111,28 @@ def test_a_checkpoint_with_a_file_cut_short_is_ignored(run):
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="half-written"):
         assert latest_checkpoint(folder).name == "step-000003"
+
+
+OWN = ("data.own_text=0.5", "data.own_text_rows=6", "optim.max_steps=6", "every.save=5", "optim.schedule=constant")
+
+
+def test_the_last_steps_read_the_models_own_text(run):
+    """Which is its greedy continuation of training text, and a resumed run reads the same."""
+    whole = run("whole", *OWN)
+    tokens = np.fromfile(whole / "data" / "own.bin", dtype=np.uint16).reshape(6, 64)
+    training = np.fromfile(whole / "data" / "train.bin", dtype=np.uint16)[: 6 * 64].reshape(6, 64)
+    assert (tokens[:, :16] == training[:, :16]).all()
+    assert not (tokens == training).all()
+    assert all(record["exits"] for record in metrics(whole))
+    assert ["last" in record for record in metrics(whole)] == [True, True, True, False, True, False]
+
+    broken = run("broken", *OWN)
+    for path in (*broken.glob("*.safetensors"), broken / "evaluation.json"):
+        path.unlink()
+    shutil.rmtree(broken / "checkpoints" / "step-000006")
+    (broken / "evaluation.json").write_text(json.dumps({"before": {}}))
+    run("broken", *OWN)
+    assert_same_weights(whole, broken)
 
 
 def test_only_the_newest_checkpoints_are_kept(run):
@@ -262,12 +285,23 @@ def test_setting_and_numbers_travel_in_the_checkpoint_and_survive_a_round_trip(r
 
 
 def test_setting_is_chosen_on_validation_and_reported_on_test(run):
-    record = json.loads((run("run") / "evaluation.json").read_text())
-    speedups = {e: numbers["speedup"] for e, numbers in record["after"]["validation"]["exits"].items()}
-    assert str(record["setting"]["exit_layer"]) == max(speedups, key=speedups.__getitem__)
-    assert record["setting"]["chosen_on"] == "validation"
+    folder = run("run")
+    record = json.loads((folder / "evaluation.json").read_text())
+    setting = record["setting"]
+    assert setting["exit_layer"] in (1, 2)
+    assert 1 <= setting["num_draft_tokens"] <= 8
+    assert setting["forecast"]["mean_acceptance_length"] <= setting["num_draft_tokens"] + 1
+    assert setting["chosen_on"] == "validation"
+    carried = json.loads((folder / "generation_config.json").read_text())["layerskip"]
+    assert carried == {name: setting[name] for name in ("exit_layer", "num_draft_tokens")}
     assert record["before"]["test"]["last"]["loss"] > record["after"]["test"]["last"]["loss"]
     assert (record["steps"], record["tokens"]) == (6, 6 * 4 * 64)
+
+
+@pytest.mark.parametrize(("end", "length"), [(5, 6), ([9, 7], 4), (None, 8), (1, 8)])
+def test_a_continuation_is_cut_after_its_end(end, length):
+    text = torch.tensor([5, 1, 2, 7, 3, 5, 5, 9])  # a prompt of two tokens, whatever they are, then six more
+    assert _until_end(text, 2, end).tolist() == [text[:length].tolist()]
 
 
 def test_evaluations_are_logged_when_due(run):

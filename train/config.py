@@ -98,6 +98,8 @@ class DataConfig:
     held_out: float = 0.05  # share of the sources kept for validation, and again for test
     sequence_length: int = 1024  # tokens per packed block
     evaluation_blocks: int = 64  # held-out blocks that an evaluation reads at most
+    own_text: float = 0.0  # share of the steps, the last ones; every other reads the model's own text, for the exits
+    own_text_rows: int = 128  # blocks of its own text that the model writes for them
 
     def __post_init__(self) -> None:
         sources = self.standard_library + bool(self.path) + (self.dataset is not None)
@@ -106,6 +108,8 @@ class DataConfig:
             f"data: give exactly one of standard_library, path and dataset; {sources} are given",
         )
         check_at_least("data", self, {"sequence_length": 32, "evaluation_blocks": 1, "max_documents": 3})
+        check_at_least("data", self, {"own_text_rows": 2})
+        check(0 <= self.own_text <= 1, f"data.own_text is {self.own_text}; it is a share of the steps, 0 to 1")
         check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
 
 

@@ -25,7 +25,8 @@ from train.finish import finish, is_finished, record_before
 from train.interrupts import Interrupts
 from train.meter import Meter
 from train.optim import learning_rate, set_learning_rate
-from train.packing import block_index, micro_batches
+from train.own_text import open_own_text, reads_own_text
+from train.packing import Blocks, block_index, micro_batches
 from train.setup import Run, set_up
 from train.tracking import Tracker
 
@@ -43,6 +44,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     tokens_per_step = optim.global_batch_size * config.data.sequence_length
     meter = Meter(run.handle.num_layers, accelerator.device)
+    own_text: Blocks | None = None  # once it is written
 
     with (
         Interrupts() as interrupts,
@@ -63,9 +65,14 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             rate = learning_rate(step, optim)
             set_learning_rate(optimizer.param_groups, rate)
 
+            is_own = reads_own_text(config, step)
+            if is_own and own_text is None:
+                reporter.say(f"the model continues {config.data.own_text_rows} texts, for its exits to follow")
+                own_text = open_own_text(run)
+            blocks = own_text if is_own and own_text is not None else run.data.train
             # This process's rows of the whole accumulation window: [(micro_batch, sequence_length), ...]
             window = [
-                run.data.train.rows(block_index(config.run.seed, i, len(run.data.train)) for i in positions)
+                blocks.rows(block_index(config.run.seed, i, len(blocks)) for i in positions)
                 for positions in micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
             ]
             # Losses are sums divided by the targets of the whole window over all processes, so that every
@@ -76,7 +83,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
 
             stop, gradient_norm = False, 0.0
             for micro_step, rows in enumerate(window):
-                run.handle.set_step(step, micro_step, first_row=rank * optim.micro_batch_size)
+                run.handle.set_step(step, micro_step, rank * optim.micro_batch_size, own_text=is_own)
                 with accelerator.accumulate(model):
                     ids = rows.to(accelerator.device)
                     with autocast(accelerator, config):
