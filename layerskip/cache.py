@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -168,4 +169,6 @@ class StageCache(Cache):
 
 def _buffer_like(states: Tensor, capacity: int) -> Tensor:
     batch, heads, _, width = states.shape
-    return states.new_empty(batch, heads, capacity, width)
+    # An ordinary tensor wherever it is made, so that the cache can be written outside inference mode too.
+    with torch.inference_mode(False):
+        return torch.empty(batch, heads, capacity, width, dtype=states.dtype, device=states.device)

@@ -1,5 +1,7 @@
 """The loop: draft, verify, accept, roll back. A generator of typed steps over token ids; no text here.
 
+Inference mode saves a tenth of the time of small models over no_grad; what is handed out are ordinary tensors.
+
 Between two steps every layer of the cache holds the same number of positions, the committed tokens but
 the last. That last one, the root, is where the next draft starts. A prompt therefore is prefilled up to
 its last token, and the first round is like every other.
@@ -50,7 +52,7 @@ class Step:
     scores: Tensor | None = None
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode(
     stages: Stages,
     input_ids: Tensor,
@@ -105,17 +107,23 @@ def decode(
             root, in_cache = new[:, -1:], in_cache + kept
             cache.rollback(in_cache)
             yield Step(
-                new,
+                _outside(new),
                 draft.tokens.shape[1],
                 num_accepted,
                 draft_seconds=t1 - t0,
                 verify_seconds=t2 - t1,
                 rollback_seconds=perf_counter() - t2,
-                logits=logits[:, :kept] if keep_scores else None,
-                scores=scores[:, :kept] if keep_scores else None,
+                logits=_outside(logits[:, :kept]) if keep_scores else None,
+                scores=_outside(scores[:, :kept]) if keep_scores else None,
             )
     finally:
         cache.rollback(in_cache)
+
+
+def _outside(tensor: Tensor) -> Tensor:
+    """An ordinary copy: tensors made in inference mode cannot take part in training later."""
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def _draft(stages: Stages, cache: RollbackCache, root: Tensor, committed: Tensor, sampler: Sampler, n: int) -> Draft:

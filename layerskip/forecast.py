@@ -126,7 +126,7 @@ class Costs:
         return num_draft_tokens * self.draft[exit_layer] + self.extend[exit_layer] + verify
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure_costs(
     model: nn.Module, exits: Sequence[int], max_draft_tokens: int = 8, context: int = 128, repeats: int = 7
 ) -> Costs:

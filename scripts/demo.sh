@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 config=${CONFIG:-configs/quickstart.yaml}
 run=${RUN:-runs/$(basename "$config" .yaml)}
-read -ra benchmark <<< "${BENCHMARK:---exit-layers 2 --num-draft-tokens 3,4,6 --sampled --num-prompts 6 --repeats 1}"
+read -ra benchmark <<< "${BENCHMARK:---exit-layers 2 --num-draft-tokens 3,4,6 --sampled --threads 1 --num-prompts 8 --repeats 1}"
 export TOKENIZERS_PARALLELISM=false
 
 step() { printf '\n\033[1m%s\033[0m\n%s\n' "$1" "\$ ${*:2}"; "${@:2}"; }

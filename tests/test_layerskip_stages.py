@@ -53,6 +53,15 @@ def test_greedy_output_is_the_models(name):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_a_model_can_be_trained_after_it_was_decoded(name):
+    """Nothing made in inference mode is left in the model, or in what was handed out."""
+    model = tiny.architecture(name)
+    output = layerskip.generate(model, prompt(), exit_layer=2, do_sample=True, max_new_tokens=12)
+    model.train()(input_ids=output, labels=output).loss.backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "falcon", "granite"])
 def test_exit_logits_are_a_truncated_models(name):
     """Layers [0:E) and the head are the model with E layers."""
