@@ -47,7 +47,10 @@ class Dialogue:
         interactive = sys.stdin.isatty()
         while True:
             try:
-                return input("> " if interactive else "").strip()
+                text = input("> " if interactive else "").strip()
+                if not _has_broken_bytes(text):
+                    return text
+                self._terminal.note("error: the line is not UTF-8 text: convert it")
             except EOFError:
                 if interactive:
                     self._terminal.end_line()
@@ -91,3 +94,12 @@ class Dialogue:
 
     def _help(self) -> None:
         self._terminal.note(HELP)
+
+
+def _has_broken_bytes(text: str) -> bool:
+    """Whether a line was read from bytes that are not UTF-8, which Python keeps as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

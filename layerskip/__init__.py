@@ -27,10 +27,12 @@ _HOMES = {
     "Setting": "settings",
     "Recipe": "recipe",
     "prepare": "recipe",
+    "RecipeCallback": "callback",
 }
 __all__ = [
     "Piece",
     "Recipe",
+    "RecipeCallback",
     "RollbackCache",
     "SelfSpeculativeOutput",
     "Setting",
@@ -47,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from layerskip.anatomy import UnsupportedModelError
     from layerskip.cache import RollbackCache
+    from layerskip.callback import RecipeCallback
     from layerskip.decoding import Step
     from layerskip.generation import SelfSpeculativeOutput, generate, steps
     from layerskip.recipe import Recipe, prepare

@@ -101,12 +101,40 @@ def check_exit_layer(exit_layer: int, num_layers: int) -> int:
     return exit_layer
 
 
+def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+    """Refuse lengths at which rotary positions change with the length of the sequence itself.
+
+    "longrope" and "dynamic" rescale all positions once a sequence passes their original length: a block that
+    reaches over it would be computed with other positions than token by token.
+
+    Raises:
+        ValueError: if decoding up to `max_length` tokens may cross that length.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind not in ("longrope", "dynamic"):
+            continue
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        original = original or config.max_position_embeddings
+        if max_length > original and not (kind == "longrope" and prompt_length > original):
+            raise ValueError(
+                f"decoding to {max_length} tokens crosses {original}, where this model's {kind} positions change: "
+                f"keep prompt and output within {original}, or use model.generate()"
+            )
+
+
 def _refuse_unsupported(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder: only decoder-only models can draft early")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{name} keeps a recurrent state, which cannot be rolled back")
+    if not {"cache", "past_key_values"} & set(inspect.signature(type(model).forward).parameters):
+        raise UnsupportedModelError(f"{name} keeps no keys and values between calls, so there is nothing to draft on")
     text_config = config.get_text_config(decoder=True)
     if getattr(text_config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{name} shares keys and values between layers, so stages would miss them")

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.anatomy import unwrap
+from layerskip.anatomy import check_rope, unwrap
 from layerskip.cache import RollbackCache
 from layerskip.decoding import Step, decode
 from layerskip.sampling import Sampler
@@ -31,12 +31,18 @@ Tuned = Literal["tuned"]
 # generate() arguments that ask for something this loop does not do, and what to do instead.
 _REFUSED = {
     "inputs_embeds": "give input_ids",
+    "position_ids": "give attention_mask: positions are counted from it",
+    "token_type_ids": "leave it out, or use model.generate()",
     "assistant_model": "the model drafts for itself: leave it out",
     "prompt_lookup_num_tokens": "leave it out, or use model.generate()",
     "negative_prompt_ids": "classifier-free guidance keeps a state that cannot be rolled back: use model.generate()",
     "output_attentions": "leave it out, or use model.generate()",
     "output_hidden_states": "leave it out, or use model.generate()",
 }
+
+
+# What transformers hands over to the loop for the model, and the loop sees to by itself. Anything else would be lost.
+_SEEN_TO = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 @dataclass
@@ -90,7 +96,8 @@ def generate(
 
     Args:
         model: a decoder-only causal LM in eval mode.
-        inputs: (1, length) prompt token ids; `input_ids=` and `attention_mask=` work too.
+        inputs: (1, length) prompt token ids; `input_ids=` and `attention_mask=` work too. What the mask hides is
+            taken out of the prompt, wherever it stands.
         exit_layer: layers that draft, 1 .. L-1; "tuned" is what the checkpoint carries; None is plain decoding.
         num_draft_tokens: most tokens drafted a step; "tuned" is what the checkpoint carries, else 4.
         streamer: as in transformers; is put each step's tokens at once.
@@ -163,7 +170,7 @@ def prepare_session(
     """
     model = unwrap(model)
     for name, instead in _REFUSED.items():
-        if kwargs.get(name):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")
     cache = past_key_values if cache is None else cache
     if cache is not None and not isinstance(cache, RollbackCache):
@@ -204,9 +211,16 @@ def _door(
         )
     if input_ids.shape[1] == 0:
         raise ValueError("the prompt is empty: give at least one token, e.g. the tokenizer's bos_token")
+    _refuse_arguments(model_kwargs)
     limit = generation_config.max_length
+    check_rope(model, input_ids.shape[1], limit)
     if own_cache is None:
         own_cache = stages.new_cache(min(limit, input_ids.shape[1] + 256), limit)
+    elif len(own_cache.layers) != stages.num_layers:
+        raise ValueError(
+            f"the cache has {len(own_cache.layers)} layers and the model {stages.num_layers}: "
+            f"give RollbackCache({stages.num_layers})"
+        )
     elif own_cache.length >= input_ids.shape[1]:
         raise ValueError(
             f"the cache holds {own_cache.length} positions but the prompt has only {input_ids.shape[1]}: roll it back "
@@ -222,6 +236,15 @@ def _door(
         config=generation_config,
         cache=own_cache,
     )
+
+
+def _refuse_arguments(model_kwargs: dict[str, Any]) -> None:
+    lost = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SEEN_TO)
+    if lost:
+        raise ValueError(f"{', '.join(lost)} cannot be passed on to the model: leave it out, or use model.generate()")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not mask.any():
+        raise ValueError("attention_mask hides every token of the prompt: show at least one")
 
 
 def _refuse_mode(config: GenerationConfig) -> None:

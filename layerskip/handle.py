@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ class Handle:
         recipe.check(self.num_layers)
         self.losses: dict[int, Tensor] = {}
         self._step, self._micro_step, self._first_row = 0, 0, 0
-        self._told, self._own_text, self._forwards = False, False, 0
+        self._told, self._own_text, self._warned, self._forwards = False, False, False, 0
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
         self._head = Head(self.model)
@@ -80,7 +81,10 @@ class Handle:
         del self.model._layerskip_handle
 
     def _hang(self, layers: list[nn.Module]) -> None:
-        self._hooks = [self.model.register_forward_pre_hook(self._begin)]
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._begin),
+            self.model.register_forward_hook(self._end),
+        ]
         for index, layer in enumerate(layers):
             if self.recipe.max_dropout > 0:
                 self._hooks += DropoutHooks(layer, partial(self._kept, index)).handles
@@ -90,9 +94,19 @@ class Handle:
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._taps.clear()
+        self.losses = {}
         if model.training and torch.is_grad_enabled() and not self._told:
             self._step, self._keep = self._forwards, None
             self._forwards += 1
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if model.training and torch.is_grad_enabled() and not self.losses and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a training forward without labels: the exits learn nothing from it. Pass labels to the model "
+                "(in a Trainer leave label_smoothing_factor and compute_loss_func out)",
+                stacklevel=2,
+            )
 
     def _kept(self, layer: int, rows: int) -> Tensor | None:
         rates = self.dropout_rates

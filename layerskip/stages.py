@@ -9,6 +9,7 @@ not a second forward but a view of the model with another layer list:
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -111,18 +112,36 @@ class Stages:
         """[0:E) then [E:L) over two chunks must give the model's own logits."""
         vocab_size = self.model.get_input_embeddings().num_embeddings
         token_ids = torch.arange(3, 10, device=self.model.device).remainder(vocab_size)[None]  # (1, 7)
+        self._check_positions(token_ids)
         whole, staged = self.new_cache(8), self.new_cache(8)
         for chunk in token_ids.split([4, 3], dim=1):
             expected = self._run(self.model, chunk, whole, logits_to_keep=chunk.shape[1])
             _, hidden = self.draft(chunk, staged)
             actual = self.verify(chunk, hidden, staged)
-            error = (actual.float() - expected.float()).norm() / expected.float().norm()
+            error = _relative_error(actual, expected)
             if not error <= SELF_CHECK_TOLERANCE:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__}: layers [0:{self.exit_layer}) then [{self.exit_layer}:"
                     f"{self.num_layers}) differ from the whole model (relative error {error:.1e}, limit "
                     f"{SELF_CHECK_TOLERANCE:.0e}); decode it with plain model.generate()"
                 )
+
+    def _check_positions(self, token_ids: Tensor) -> None:
+        """Positions are left to the model, so it must count them as `generate` does: 0, 1, 2, ..."""
+        if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+            return
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
+        expected = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits
+        error = _relative_error(self.model(input_ids=token_ids, use_cache=False).logits, expected)
+        if not error <= SELF_CHECK_TOLERANCE:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts positions in a way of its own (relative error {error:.1e} against "
+                "0, 1, 2, ...), or its output is not finite; decode it with plain model.generate()"
+            )
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int]]] = weakref.WeakKeyDictionary()

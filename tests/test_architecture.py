@@ -63,7 +63,7 @@ def test_no_module_is_named_like_a_dependency_or_the_standard_library(room):
 
 def test_the_public_names():
     assert set(layerskip.__all__) == {
-        *("generate", "steps", "stream", "prepare", "Recipe", "Setting", "Stages", "RollbackCache"),
+        *("generate", "steps", "stream", "prepare", "Recipe", "RecipeCallback", "Setting", "Stages", "RollbackCache"),
         *("Statistics", "Step", "Piece", "SelfSpeculativeOutput", "UnsupportedModelError"),
     }
     assert set(layerskip.__all__) == set(layerskip._HOMES)

@@ -216,3 +216,12 @@ def test_a_real_ctrl_c(tiny_checkpoint):
     assert process.returncode == 0, err
     assert b"all answers: " in err
     assert b"Traceback" not in err
+
+
+def test_a_line_that_is_not_utf_8_is_told_and_skipped(tiny_checkpoint):
+    command = [sys.executable, "-m", "infer", "chat", str(tiny_checkpoint), "--max-new-tokens", "4"]
+    result = subprocess.run(
+        command, cwd=Path(__file__).resolve().parents[1], input=b"\xff\xfe\nhello\n", capture_output=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert b"not UTF-8" in result.stderr

@@ -353,3 +353,33 @@ def test_an_early_exit_checkpoint_of_transformers_is_taken_over(tiny_llama, prom
     tiny_llama.generation_config.assistant_early_exit = 2
     actual = layerskip.generate(tiny_llama, prompt, exit_layer=2, do_sample=False, max_new_tokens=8)
     assert torch.equal(actual, expected)
+
+
+def rope_model(kind: str):
+    """A Llama whose positions are rescaled beyond 32."""
+    long = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, **long}
+    return tiny.llama(max_position_embeddings=128 if kind == "longrope" else 32, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_positions_that_depend_on_the_length_are_refused_where_they_change(kind, prompt):
+    model = rope_model(kind)
+    expected, actual = both(model, prompt, max_new_tokens=25)  # up to 32
+    assert torch.equal(actual, expected)
+    with pytest.raises(ValueError, match=r"decoding to 33 tokens crosses 32"):
+        layerskip.generate(model, prompt, exit_layer=2, max_new_tokens=26)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"position_ids": torch.arange(7)[None]}, "position_ids is not supported"),
+        ({"token_type_ids": torch.zeros(1, 7, dtype=torch.long)}, "token_type_ids is not supported"),
+        ({"attention_mask": torch.zeros(1, 7, dtype=torch.long)}, "hides every token"),
+        ({"cache": layerskip.RollbackCache(3)}, "3 layers and the model 4"),
+    ],
+)
+def test_what_would_be_lost_is_refused(prompt, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        layerskip.generate(tiny.architecture("gpt2"), prompt, exit_layer=2, **kwargs)

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
 
 from layerskip.anatomy import decoder_layers
+from layerskip.callback import RecipeCallback
 from layerskip.curriculum import active_exits, gradual, rotational
 from layerskip.dropout import dropout_rates, keep_decisions
 from layerskip.forecast import measure_exits
@@ -388,3 +390,42 @@ def test_recipes_that_do_not_fit_the_model_are_refused(tiny_llama):
 def test_recipe_needs_no_torch():
     code = "import sys, layerskip.recipe, layerskip.curriculum; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_in_transformers_trainer_the_step_is_the_trainers(tmp_path):
+    """Through gradient accumulation and a resume, which then ends where an unbroken run ends."""
+    data = [{"input_ids": row, "labels": row} for row in batch(32)]
+
+    def run(folder, resume=None, max_steps=6):
+        model = tiny.llama().train()
+        recipe = Recipe(max_dropout=0.5, dropout_time="rising", total_steps=6, exits=(1, 2), curriculum_stride=2)
+        handle = prepare(model, recipe)
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=max_steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_steps=3,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[RecipeCallback(handle)])
+        trainer.train(resume_from_checkpoint=resume)
+        return model, handle
+
+    whole, handle = run(tmp_path / "whole")
+    assert (handle._step, handle._micro_step) == (5, 1)
+    resumed, handle = run(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-3"))
+    assert handle._step == 5
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(parameter, resumed.state_dict()[name], atol=1e-6, rtol=1e-5)
+
+
+def test_training_without_labels_is_said(tiny_llama):
+    prepare(tiny_llama, Recipe())
+    with pytest.warns(UserWarning, match="without labels"):
+        tiny_llama.train()(input_ids=batch())

@@ -173,6 +173,27 @@ def test_state_that_cannot_be_rolled_back_is_refused(model_type, arguments, reas
         Stages(model, 1)
 
 
+def test_positions_counted_in_another_way_are_refused():
+    config = AutoConfig.for_model(
+        "roberta",
+        is_decoder=True,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    with pytest.raises(UnsupportedModelError, match="counts positions in a way of its own"):
+        Stages(AutoModelForCausalLM.from_config(config).eval(), 1)
+
+
+def test_a_model_without_a_cache_is_refused():
+    config = AutoConfig.for_model("openai-gpt", vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64)
+    with pytest.raises(UnsupportedModelError, match="no keys and values"):
+        Stages(AutoModelForCausalLM.from_config(config).eval(), 1)
+
+
 def test_training_mode_is_refused(tiny_llama):
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         Stages(tiny_llama.train(), 1)

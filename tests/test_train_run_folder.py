@@ -44,8 +44,18 @@ def test_claim_writes_how_the_run_was_started(tmp_path):
 )
 def test_another_runs_folder_is_refused_with_the_difference(tmp_path, override, difference):
     claim(config_in(tmp_path), [])
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(TrainingError, match=difference + "; choose another run.output_dir, or run.overwrite=true"):
         claim(config_in(tmp_path, override), [])
+
+
+def test_a_start_that_failed_before_its_first_step_does_not_block_the_corrected_one(tmp_path):
+    claim(config_in(tmp_path, "data.sequence_length=512"), [])
+    (tmp_path / "data").mkdir()
+    corrected = config_in(tmp_path)
+    claim(corrected, [])
+    assert load_config(tmp_path / "config.yaml") == corrected
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,7 @@ def test_what_does_not_make_another_run_may_change(tmp_path, override):
 
 def test_resume_never_refuses_any_run(tmp_path):
     claim(config_in(tmp_path), [])
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(TrainingError, match=r"holds a run already, and run\.resume=never"):
         claim(config_in(tmp_path, "run.resume=never"), [])
 

@@ -61,8 +61,9 @@ def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":
             raise ConfigError(f"unknown key model.architecture.{key} for model_type {model_type}{hint}")
     try:
         return AutoConfig.for_model(model_type, **settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.architecture: {_first_line(error)}") from None
+    except Exception as error:  # each family checks in its own way, some by errors of huggingface_hub's
+        said = " ".join(str(error).split())
+        raise ConfigError(f"model.architecture does not fit {model_type}: {said}") from None
 
 
 def fit_vocabulary(model_config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig) -> None:

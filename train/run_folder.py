@@ -77,7 +77,7 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     existing = [path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))]
     if existing:
         reason = _reason_to_refuse(config, existing[0])
-        if reason and not config.run.overwrite:
+        if reason and not config.run.overwrite and not _never_stepped(folder):
             raise TrainingError(f"{reason}; choose another run.output_dir, or run.overwrite=true to delete it")
         if reason:
             for path in existing:
@@ -85,6 +85,14 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     _record_launch(folder / "provenance.json", argv)
+
+
+def _never_stepped(folder: Path) -> bool:
+    """Whether a run of this program began here and failed before its first step, on a setting that did not fit:
+    there is nothing to lose, and the corrected command may have the folder."""
+    ours = all((folder / name).is_file() for name in ("config.yaml", "provenance.json"))
+    trained = ("metrics.jsonl", "evaluation.json", "checkpoints/*", "model*.safetensors*", "config.json")
+    return ours and not any(path for pattern in trained for path in folder.glob(pattern))
 
 
 def _reason_to_refuse(config: TrainConfig, found: Path) -> str:
