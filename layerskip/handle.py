@@ -38,7 +38,8 @@ class Handle:
         recipe.check(self.num_layers)
         self.losses: dict[int, Tensor] = {}
         self._step, self._micro_step, self._first_row = 0, 0, 0
-        self._told, self._own_text, self._warned, self._forwards = False, False, False, 0
+        self._told, self._own_text, self._forwards = False, False, 0
+        self._has_loss, self._warned = False, False
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
         self._head = Head(self.model)
@@ -94,13 +95,13 @@ class Handle:
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._taps.clear()
-        self.losses = {}
+        self._has_loss = False
         if model.training and torch.is_grad_enabled() and not self._told:
             self._step, self._keep = self._forwards, None
             self._forwards += 1
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if model.training and torch.is_grad_enabled() and not self.losses and not self._warned:
+        if model.training and torch.is_grad_enabled() and not self._has_loss and not self._warned:
             self._warned = True
             warnings.warn(
                 "a training forward without labels: the exits learn nothing from it. Pass labels to the model "
@@ -123,6 +124,7 @@ class Handle:
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         """The model's loss function while the recipe hangs on it: (batch, length, vocab) logits of the last layer."""
+        self._has_loss = True
         if not self.model.training:
             return self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         base = partial(self._base_loss, labels=labels, vocab_size=vocab_size, **kwargs)
