@@ -3,7 +3,6 @@
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
-from typing import cast
 
 import layerskip
 from infer.errors import InputError, first_line
@@ -11,7 +10,6 @@ from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.streaming import stream
 from layerskip.anatomy import num_layers
-from layerskip.cache import RollbackLayer
 from layerskip.settings import Setting
 
 
@@ -113,10 +111,8 @@ class Conversation:
 
     def _settle(self, committed: list[int]) -> None:
         """Make cache and token ids agree wherever decoding ended: an interrupt may come between layers."""
-        layers = cast("list[RollbackLayer]", self._cache.layers)
-        length = min(len(committed), *(layer.length for layer in layers))
-        self._cache.rollback(length)
-        self._cached = committed[:length]
+        self._cache.rollback(len(committed))  # or to what the shortest layer holds
+        self._cached = committed[: self._cache.length]
 
     def _remember(self, text: str, answer: str, committed: list[int]) -> None:
         if self.has_template:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.config import DataConfig
-from train.errors import TrainingError
+from train.errors import TrainingError, first_line
 
 SPLITS = ("train", "validation", "test")
 
@@ -138,8 +138,7 @@ def _hub_dataset(data: DataConfig) -> Iterator[Document]:
     try:
         rows = datasets.load_dataset(data.dataset, data.subset, split=data.split, streaming=limited)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise TrainingError(f"data.dataset: cannot load {data.dataset!r}: {first_line}") from None
+        raise TrainingError(f"data.dataset: cannot load {data.dataset!r}: {first_line(error)}") from None
     columns = rows.column_names
     if columns is not None and data.text_column not in columns:
         raise TrainingError(f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}")

@@ -7,3 +7,8 @@ class ConfigError(ValueError):
 
 class TrainingError(RuntimeError):
     """A run cannot start or go on: the message says what was found, what was kept and what to do."""
+
+
+def first_line(error: Exception) -> str:
+    """What a library's many-lined error says first."""
+    return str(error).strip().partition("\n")[0]

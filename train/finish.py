@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from layerskip.handle import CONFIG_KEY
 from layerskip.hub import HubError, upload, write_model_card
 from layerskip.settings import Setting, store_setting
 from train.checkpoint import save_model
@@ -22,7 +23,6 @@ from train.setup import Run
 from train.tracking import Tracker
 
 _EVALUATION = "evaluation.json"
-_CONFIG_KEY = "layerskip"  # in config.json, beside the recipe that the library put there
 
 
 def record_before(run: Run, reporter: Reporter, tracker: Tracker) -> None:
@@ -53,7 +53,7 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     exits = evaluations["test"].record()["exits"]
     kept = ("loss", "agreement", "overlap")
     carried = {exit_layer: {name: numbers[name] for name in kept} for exit_layer, numbers in exits.items()}
-    setattr(model.config, _CONFIG_KEY, {**getattr(model.config, _CONFIG_KEY), "exits": carried})
+    setattr(model.config, CONFIG_KEY, {**getattr(model.config, CONFIG_KEY), "exits": carried})
     _save_finished(run, folder)
     if run.accelerator.is_main_process:
         _write_json(folder / _EVALUATION, _final_record(run, evaluations, setting))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.config import TrainConfig
-from train.errors import ConfigError, TrainingError
+from train.errors import ConfigError, TrainingError, first_line
 from train.parsing import nearest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
         try:
             model_config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise TrainingError(f"cannot load model.name_or_path={name!r}: {_first_line(error)}") from None
+            raise TrainingError(f"cannot load model.name_or_path={name!r}: {first_line(error)}") from None
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.data.sequence_length > positions:
@@ -102,12 +102,8 @@ def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoin
             model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, **attention)
     except (OSError, ValueError, ImportError) as error:
         name = source or f"model.architecture ({model_config.model_type})"
-        raise TrainingError(f"cannot build the model from {str(name)!r}: {_first_line(error)}") from None
+        raise TrainingError(f"cannot build the model from {str(name)!r}: {first_line(error)}") from None
     if config.model.gradient_checkpointing:
         # Renamed in transformers 5.24; the old name warns there.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from train.config import TrainConfig
-from train.errors import TrainingError
+from train.errors import TrainingError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +31,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise TrainingError(f"cannot load the tokenizer {name!r}: {first_line}") from None
+        raise TrainingError(f"cannot load the tokenizer {name!r}: {first_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise TrainingError(
             f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it"
