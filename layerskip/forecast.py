@@ -6,8 +6,9 @@ draft length would do; a handful of timed calls tells what they cost. No grid of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -34,21 +35,32 @@ class ExitMeasurement:
     agreement: float = 0.0
     overlap: float = 0.0
     num_tokens: int = 0
-    _agrees: list[list[bool]] = field(default_factory=list, repr=False)  # one list a sequence
+    _agrees: list[list[bool]] = field(default_factory=list, repr=False)  # one list a run of counted tokens
 
-    def add(self, logits: Tensor, target_logits: Tensor, token_ids: Tensor, start: int = 1) -> None:
-        """Count (batch, length, vocab) logits of the exit and the model over tokens [start:) of (batch, length)."""
-        q = logits[:, start - 1 : -1].float().log_softmax(-1)
-        p = target_logits[:, start - 1 : -1].float().log_softmax(-1)
-        agrees = q.argmax(-1) == p.argmax(-1)  # (batch, length - start)
-        loss = F.nll_loss(q.transpose(1, 2), token_ids[:, start:])
+    def add(
+        self, logits: Tensor, target_logits: Tensor, token_ids: Tensor, start: int = 1, labels: Tensor | None = None
+    ) -> None:
+        """Count (batch, length, vocab) logits of the exit and the model over tokens [start:) of (batch, length).
+
+        Args:
+            labels: (batch, length) like `token_ids`; tokens where it is -100 are not counted. None: all are.
+        """
+        counted = torch.ones_like(token_ids, dtype=torch.bool) if labels is None else labels != -100
+        counted = counted[:, start:]  # (batch, length - start)
+        number = int(counted.sum())
+        if not number:
+            return
+        q = logits[:, start - 1 : -1][counted].float().log_softmax(-1)  # (number, vocab)
+        p = target_logits[:, start - 1 : -1][counted].float().log_softmax(-1)
+        agrees = q.argmax(-1) == p.argmax(-1)
+        loss = F.nll_loss(q, token_ids[:, start:][counted])
         overlap = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
-        share = agrees.numel() / (self.num_tokens + agrees.numel())  # running means
+        share = number / (self.num_tokens + number)  # running means
         self.loss += share * (loss.item() - self.loss)
         self.agreement += share * (agrees.float().mean().item() - self.agreement)
         self.overlap += share * (overlap.item() - self.overlap)
-        self.num_tokens += agrees.numel()
-        self._agrees.extend(agrees.tolist())
+        self.num_tokens += number
+        self._agrees.extend(_runs(agrees, counted))
 
     def mean_acceptance_length(self, num_draft_tokens: int) -> float:
         """Tokens a verify step commits when drafting greedily: the text is walked as decoding would walk it."""
@@ -65,15 +77,29 @@ class ExitMeasurement:
         return committed / rounds if rounds else float("nan")
 
 
+def _runs(values: Tensor, counted: Tensor) -> list[list[bool]]:
+    """The (number,) `values` at the true places of `counted` (batch, length), cut wherever a place is left out."""
+    rows, columns = counted.nonzero(as_tuple=True)  # (number,) each, row by row
+    breaks = (rows.diff() != 0) | (columns.diff() != 1)
+    cuts = [0, *(breaks.nonzero().squeeze(1) + 1).tolist(), len(rows)]
+    flat = values.tolist()
+    return [flat[first:last] for first, last in pairwise(cuts)]
+
+
 def measure_exits(
-    model: nn.Module, batches: Iterable[Tensor], exits: Sequence[int] | None = None, start: int = 1
+    model: nn.Module,
+    batches: Iterable[Tensor | Mapping[str, Tensor]],
+    exits: Sequence[int] | None = None,
+    start: int = 1,
 ) -> dict[int, ExitMeasurement]:
     """Compare exits with the model over text, teacher-forced. Over the model's own continuations this is what
     decoding will see; over other text acceptance comes out too high or too low.
 
     Args:
         model: a causal LM; put in eval mode for the moment.
-        batches: (batch, length) token ids without padding, at least one.
+        batches: (batch, length) token ids without padding, at least one; or mappings with `input_ids` and, where
+            some tokens do not count or several documents share a row, `labels` (-100: not counted) and
+            `position_ids` (from 0 in each document), all (batch, length).
         exits: exit layers; None is all of 1 .. L-1.
         start: the first token that is counted, at least 1; those before it are the prompt.
 
@@ -91,11 +117,13 @@ def measure_exits(
     inner.eval()
     try:
         reader = ExitReader(inner, exits)
-        for token_ids in batches:
-            logits, exit_logits = reader.read(token_ids)
-            measured[last].add(logits, logits, token_ids, start)
+        for batch in batches:
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+            token_ids, labels = inputs["input_ids"], inputs.get("labels")
+            logits, exit_logits = reader.read(token_ids, inputs.get("position_ids"))
+            measured[last].add(logits, logits, token_ids, start, labels)
             for exit_layer, early in exit_logits:
-                measured[exit_layer].add(early, logits, token_ids, start)
+                measured[exit_layer].add(early, logits, token_ids, start, labels)
     finally:
         inner.train(training)
     if not measured[last].num_tokens:

@@ -146,14 +146,17 @@ class ExitReader:
         self._head = Head(inner)
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
-        """Run (batch, length) tokens.
+    def read(
+        self, token_ids: Tensor, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
+        """Run (batch, length) tokens; with `position_ids` where several documents share a row.
 
         Returns:
             The model's logits (batch, length, vocab), and an iterator of (exit layer, its logits), computed one
             at a time so that only two sets of logits exist at once.
         """
-        logits = self._view(input_ids=token_ids, use_cache=False, return_dict=True).logits
+        places = {} if position_ids is None else {"position_ids": position_ids}
+        logits = self._view(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
         return logits, self._exits()
 
     @torch.no_grad()

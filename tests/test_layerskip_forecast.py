@@ -99,3 +99,24 @@ def test_costs_of_this_machine_are_sane():
     assert costs.plain > 0
     assert set(costs.draft) == set(costs.extend) == set(costs.verify) == {1, 3}
     assert all(seconds > 0 for table in costs.verify.values() for seconds in table.values())
+
+
+def test_documents_in_one_row_measure_as_they_do_alone():
+    """With positions from 0 in each; tokens whose label is -100 do not count, and break the text that is walked."""
+    model = tiny.llama()
+    first, second = torch.randint(3, 64, (1, 9)), torch.randint(3, 64, (1, 7))
+    row = torch.cat([first, second], dim=1)
+    labels = row.clone()
+    labels[0, 9] = -100  # the second one's first token is predicted by nothing
+    positions = torch.cat([torch.arange(9), torch.arange(7)])[None]
+    packed = measure_exits(model, [{"input_ids": row, "labels": labels, "position_ids": positions}])
+    alone = measure_exits(model, [first, second])
+    for exit_layer, m in packed.items():
+        assert m.num_tokens == alone[exit_layer].num_tokens == 14
+        assert m.loss == pytest.approx(alone[exit_layer].loss, rel=1e-5)
+        assert m.overlap == pytest.approx(alone[exit_layer].overlap, rel=1e-5)
+        assert m._agrees == alone[exit_layer]._agrees
+    nothing = {"input_ids": row, "labels": torch.full_like(row, -100)}
+    assert measure_exits(model, [first, nothing])[2].num_tokens == 8
+    with pytest.raises(ValueError, match="no text to measure"):
+        measure_exits(model, [nothing])
