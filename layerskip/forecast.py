@@ -1,7 +1,8 @@
 """What speculation will bring: acceptance of every exit from one teacher-forced pass, times costs on this machine.
 
-A greedy draft goes on for as long as exit and model agree, so one pass over text tells how every exit and every
-draft length would do; a handful of timed calls tells what they cost. No grid of decoding runs.
+A greedy draft goes on for as long as exit and model agree, a sampled one with the chance that their distributions
+share, so one pass over text tells how every exit and every draft length would do; a handful of timed calls tells
+what they cost. No grid of decoding runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from layerskip.anatomy import num_layers, unwrap
 from layerskip.stages import Stages
 from layerskip.views import ExitReader
+from layerskip.walk import mean_acceptance_length
 
 
 @dataclass
@@ -35,7 +37,8 @@ class ExitMeasurement:
     agreement: float = 0.0
     overlap: float = 0.0
     num_tokens: int = 0
-    _agrees: list[list[bool]] = field(default_factory=list, repr=False)  # one list a run of counted tokens
+    _agrees: list[Tensor] = field(default_factory=list, repr=False)  # (length,) each: a run of counted tokens
+    _overlaps: list[Tensor] = field(default_factory=list, repr=False)  # the same
 
     def add(
         self, logits: Tensor, target_logits: Tensor, token_ids: Tensor, start: int = 1, labels: Tensor | None = None
@@ -54,36 +57,26 @@ class ExitMeasurement:
         p = target_logits[:, start - 1 : -1][counted].float().log_softmax(-1)
         agrees = q.argmax(-1) == p.argmax(-1)
         loss = F.nll_loss(q, token_ids[:, start:][counted])
-        overlap = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
+        overlap = torch.minimum(p.exp(), q.exp()).sum(-1)
         share = number / (self.num_tokens + number)  # running means
         self.loss += share * (loss.item() - self.loss)
         self.agreement += share * (agrees.float().mean().item() - self.agreement)
-        self.overlap += share * (overlap.item() - self.overlap)
+        self.overlap += share * (overlap.mean().item() - self.overlap)
         self.num_tokens += number
         self._agrees.extend(_runs(agrees, counted))
+        self._overlaps.extend(_runs(overlap, counted))
 
-    def mean_acceptance_length(self, num_draft_tokens: int) -> float:
-        """Tokens a verify step commits when drafting greedily: the text is walked as decoding would walk it."""
-        committed = rounds = 0
-        for agrees in self._agrees:
-            position = 0
-            # Only rounds that fit whole, or the end of the text would look like rejections.
-            while position + num_draft_tokens + 1 <= len(agrees):
-                window = agrees[position : position + num_draft_tokens]
-                accepted = window.index(False) if False in window else num_draft_tokens
-                position += accepted + 1
-                committed += accepted + 1
-                rounds += 1
-        return committed / rounds if rounds else float("nan")
+    def mean_acceptance_length(self, num_draft_tokens: int, sampled: bool = False) -> float:
+        """Tokens a verify step commits, greedily or sampled at temperature 1: the text is walked as decoding would."""
+        return mean_acceptance_length(self._overlaps if sampled else self._agrees, num_draft_tokens)
 
 
-def _runs(values: Tensor, counted: Tensor) -> list[list[bool]]:
+def _runs(values: Tensor, counted: Tensor) -> list[Tensor]:
     """The (number,) `values` at the true places of `counted` (batch, length), cut wherever a place is left out."""
     rows, columns = counted.nonzero(as_tuple=True)  # (number,) each, row by row
     breaks = (rows.diff() != 0) | (columns.diff() != 1)
     cuts = [0, *(breaks.nonzero().squeeze(1) + 1).tolist(), len(rows)]
-    flat = values.tolist()
-    return [flat[first:last] for first, last in pairwise(cuts)]
+    return list(values.cpu().split([last - first for first, last in pairwise(cuts)]))
 
 
 def measure_exits(
@@ -189,13 +182,16 @@ class Forecast:
     speedup: float
 
 
-def best_setting(measured: dict[int, ExitMeasurement], costs: Costs, max_draft_tokens: int = 8) -> list[Forecast]:
-    """Every (exit layer, draft length) that both have seen, best first."""
+def best_setting(
+    measured: dict[int, ExitMeasurement], costs: Costs, max_draft_tokens: int = 8, sampled: bool = False
+) -> list[Forecast]:
+    """Every (exit layer, draft length) that both have seen, best first; for greedy decoding, or for sampling at
+    temperature 1 (what drawing the tokens costs is left out, on both sides)."""
     forecasts = [
         Forecast(exit_layer, n, length, costs.plain * length / costs.round(exit_layer, n))
         for exit_layer in costs.draft
         for n in range(1, max_draft_tokens + 1)
-        if (length := measured[exit_layer].mean_acceptance_length(n)) == length  # not nan: text too short
+        if (length := measured[exit_layer].mean_acceptance_length(n, sampled)) == length  # not nan: text too short
     ]
     return sorted(forecasts, key=lambda forecast: -forecast.speedup)
 

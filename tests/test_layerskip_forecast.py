@@ -1,16 +1,19 @@
 """Forecasts against decoding itself, and the cost model against closed forms."""
 
+import math
+
 import pytest
 import torch
 
 import layerskip
 from layerskip.forecast import Costs, ExitMeasurement, best_setting, measure_costs, measure_exits
+from layerskip.walk import mean_acceptance_length
 from tests import tiny
 
 
 def measurement(agrees: list[bool]) -> ExitMeasurement:
     m = ExitMeasurement(num_tokens=len(agrees))
-    m._agrees.append(agrees)
+    m._agrees.append(torch.tensor(agrees))
     return m
 
 
@@ -44,6 +47,60 @@ def test_the_forecast_is_what_decoding_then_does(exit_layer, n):
     measured = measure_exits(model, [output.sequences], [exit_layer], start=6)[exit_layer]
     assert measured.num_tokens == 200
     assert measured.mean_acceptance_length(n) == pytest.approx(output.statistics.mean_acceptance_length, rel=0.03)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_walk_is_the_mean_over_every_way_decoding_may_go(n):
+    """Against a reference that draws every outcome of every draft, for a text of seven tokens."""
+    chances = torch.rand(2, 7)
+    committed = rounds = 0.0
+    for text in chances.tolist():
+        # (position, probability) of rounds; each accepted draft multiplies, each rejection ends the round.
+        open_rounds = [(0, 1.0)]
+        while open_rounds:
+            position, probability = open_rounds.pop()
+            if position + n + 1 > len(text):
+                continue
+            rounds += probability
+            for accepted in range(n + 1):
+                ways = probability * torch.tensor(text[position : position + accepted]).prod().item()
+                if accepted < n:
+                    ways *= 1 - text[position + accepted]
+                committed += ways * (accepted + 1)
+                open_rounds.append((position + accepted + 1, ways))
+    assert mean_acceptance_length(list(chances), n) == pytest.approx(committed / rounds, rel=1e-6)
+
+
+def test_texts_of_several_lengths_are_walked_together():
+    long, short = torch.rand(40), torch.rand(12)
+    alone = [mean_acceptance_length([text], 2) for text in (long, short)]
+    assert min(alone) < mean_acceptance_length([long, short, torch.rand(2)], 2) < max(alone)
+    assert math.isnan(mean_acceptance_length([torch.rand(4)], 4))
+    assert math.isnan(mean_acceptance_length([], 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exit_layer", "n"), [(1, 2), (3, 5)])
+def test_the_forecast_for_sampling_is_what_sampling_then_does(exit_layer, n):
+    """Over text the model sampled at temperature 1, within the spread of 4 x 150 tokens."""
+    model = tiny.llama(seed=1)
+    outputs = [
+        layerskip.generate(
+            model,
+            torch.randint(3, 64, (1, 6)),
+            exit_layer=exit_layer,
+            num_draft_tokens=n,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=150,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+        )
+        for _ in range(4)
+    ]
+    measured = measure_exits(model, [torch.cat([output.sequences for output in outputs])], [exit_layer], start=6)
+    seen = sum(output.statistics.mean_acceptance_length for output in outputs) / len(outputs)
+    assert measured[exit_layer].mean_acceptance_length(n, sampled=True) == pytest.approx(seen, rel=0.08)
 
 
 def test_measurements_are_means_over_all_tokens():
@@ -115,7 +172,8 @@ def test_documents_in_one_row_measure_as_they_do_alone():
         assert m.num_tokens == alone[exit_layer].num_tokens == 14
         assert m.loss == pytest.approx(alone[exit_layer].loss, rel=1e-5)
         assert m.overlap == pytest.approx(alone[exit_layer].overlap, rel=1e-5)
-        assert m._agrees == alone[exit_layer]._agrees
+        runs, expected = m._agrees, alone[exit_layer]._agrees
+        assert [run.tolist() for run in runs] == [run.tolist() for run in expected]
     nothing = {"input_ids": row, "labels": torch.full_like(row, -100)}
     assert measure_exits(model, [first, nothing])[2].num_tokens == 8
     with pytest.raises(ValueError, match="no text to measure"):
