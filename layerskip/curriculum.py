@@ -10,14 +10,18 @@ from layerskip.recipe import Recipe
 
 def active_exits(recipe: Recipe, num_layers: int, step: int) -> tuple[int, ...]:
     """The exits in the loss at optimizer step `step` (from 0), ascending; `num_layers` is the last layer itself."""
-    candidates = recipe.exits or tuple(range(1, num_layers + 1))
+    candidates = recipe.trained_exits(num_layers)
+    if recipe.exits is None and recipe.exit_weights != "shallow":  # all, in the paper the last layer among them
+        candidates = (*candidates, num_layers)
     if recipe.curriculum == "rotational":
-        active = rotational(candidates, recipe.curriculum_stride, step)
+        active = rotational(candidates, recipe.curriculum_stride or num_layers - 1, step)
     elif recipe.curriculum == "gradual":
         assert recipe.total_steps is not None
         active = gradual(candidates, step, recipe.total_steps)
     else:
         active = candidates
+    if recipe.adapter_rank is not None:  # the model is frozen: there is nothing to learn at its last layer
+        return tuple(sorted({*active} - {num_layers})) or (max(candidates[:-1]),)
     last = (num_layers,) if recipe.include_last else ()
     return tuple(sorted({*active, *last}))
 

@@ -2,18 +2,19 @@
 
     x_{l+1} = x_l + M(p_{l,t}) f_l(x_l),    p_{l,t} = S(t) D(l) p_max
 
-without any rescaling. Dropped samples cost no compute: they are taken out of the batch before the layer and
-put back after it.
+without any rescaling, unless asked for (a kept layer's contribution is then divided by 1 - p_{l,t}, arXiv
+2609.05275). Dropped samples cost no compute: they are taken out of the batch before the layer and put back after it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from layerskip.randomness import row_uniforms
 from layerskip.recipe import Recipe
 
 
@@ -37,7 +38,7 @@ def _time_scale(recipe: Recipe, step: int) -> float:
 
 
 def keep_decisions(
-    rates: tuple[float, ...], rows: int, seed: int, step: int, micro_step: int, first_row: int
+    rates: tuple[float, ...], rows: int, seed: int, step: int, micro_step: int, first_row: int, per: str = "sample"
 ) -> Tensor:
     """Which samples run which layer in one micro-step: (L, rows) booleans on the CPU.
 
@@ -46,11 +47,28 @@ def keep_decisions(
 
     Args:
         rows: samples of this process, the global rows first_row .. first_row + rows - 1.
+        per: "sample", or "batch": one decision for all rows of all processes.
     """
-    digest = hashlib.blake2b(f"{seed}/{step}/{micro_step}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    uniforms = torch.rand(first_row + rows, len(rates), generator=generator)[first_row:]  # (rows, L)
-    return (uniforms >= torch.tensor(rates)).T
+    if per == "batch":
+        first_row = 0
+    uniforms = row_uniforms(len(rates), first_row, 1 if per == "batch" else rows, seed, step, micro_step)
+    return (uniforms >= torch.tensor(rates)).T.expand(len(rates), rows)
+
+
+class Decision(NamedTuple):
+    """For one layer in one micro-step: keep (rows,) booleans, and what a kept layer's contribution is multiplied by."""
+
+    keep: Tensor
+    scale: float
+
+
+class _Pending(NamedTuple):
+    """What the hook before a layer leaves for the one after it."""
+
+    hidden: Tensor  # (batch, length, hidden_size) before the layer
+    keep: Tensor  # (batch,) booleans
+    kept: Tensor | None  # (kept,) the rows that were run; None: all of them
+    scale: float
 
 
 class DropoutHooks:
@@ -58,12 +76,12 @@ class DropoutHooks:
 
     Args:
         layer: the decoder layer.
-        keep: returns the (rows,) booleans of this layer for a batch of `rows`, or None to run it whole.
+        decide: returns this layer's `Decision` for a batch of so many rows, or None to run it whole.
     """
 
-    def __init__(self, layer: nn.Module, keep: Any) -> None:
-        self.keep = keep
-        self._pending: tuple[Tensor, Tensor, Tensor | None] | None = None
+    def __init__(self, layer: nn.Module, decide: Callable[[int], Decision | None]) -> None:
+        self.decide = decide
+        self._pending: _Pending | None = None
         self.handles = [
             layer.register_forward_pre_hook(self._before, with_kwargs=True),
             layer.register_forward_hook(self._after, with_kwargs=True),
@@ -72,30 +90,34 @@ class DropoutHooks:
     def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._pending = None
         hidden = args[0] if args else kwargs["hidden_states"]  # (batch, length, hidden_size)
-        keep = self.keep(hidden.shape[0]) if layer.training else None
-        if keep is None or bool(keep.all()):
+        decision = self.decide(hidden.shape[0]) if layer.training else None
+        if decision is None or (bool(decision.keep.all()) and decision.scale == 1):
             return None
-        if not _selectable((args, kwargs), hidden):
-            self._pending = (hidden, keep.to(hidden.device), None)  # run all rows, blend afterwards
+        keep = decision.keep.to(hidden.device)
+        if bool(decision.keep.all()) or not _selectable((args, kwargs), hidden):
+            self._pending = _Pending(hidden, keep, None, decision.scale)  # run all rows, blend afterwards
             return None
         # Where every row is dropped one still runs, and its output is not used: a layer that takes no part
         # would leave its parameters unsynchronised, or hang the other processes' collectives.
-        kept = keep.nonzero().squeeze(1) if bool(keep.any()) else torch.zeros(1, dtype=torch.long)
+        kept = decision.keep.nonzero().squeeze(1) if bool(decision.keep.any()) else torch.zeros(1, dtype=torch.long)
         kept = kept.to(hidden.device)
-        self._pending = (hidden, keep.to(hidden.device), kept)
+        self._pending = _Pending(hidden, keep, kept, decision.scale)
         return _select_rows((args, kwargs), kept, hidden.shape[0])
 
     def _after(self, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._pending is None:
             return None
-        (hidden, keep, kept), self._pending = self._pending, None
+        (hidden, keep, kept, scale), self._pending = self._pending, None
         result = output[0] if isinstance(output, tuple) else output
         hidden = hidden.to(result.dtype)
+        before = hidden if kept is None else hidden[kept]
+        if scale != 1:
+            result = before + (result - before) * scale
         if kept is None:
-            whole = torch.where(keep[:, None, None], result, hidden)
+            whole = result if bool(keep.all()) else torch.where(keep[:, None, None], result, hidden)
         else:
             if len(kept) == 1:  # perhaps the row that ran for nothing
-                result = torch.where(keep[kept, None, None], result, hidden[kept])
+                result = torch.where(keep[kept, None, None], result, before)
             whole = hidden.index_copy(0, kept, result)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.adapters import Adapters, attach_adapters
 from layerskip.anatomy import decoder_layers, unwrap
 from layerskip.curriculum import active_exits
-from layerskip.dropout import DropoutHooks, dropout_rates, keep_decisions
-from layerskip.loss import exit_weights, shifted_labels, soft_cross_entropy
+from layerskip.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
+from layerskip.loss import exit_weights, shifted_labels
+from layerskip.objective import Positions, choose_positions, exit_loss, num_chunks, reference_loss
 from layerskip.recipe import Recipe
+from layerskip.reference import INPUTS, Reference
 from layerskip.views import Head
 
 CONFIG_KEY = "layerskip"
@@ -36,13 +39,21 @@ class Handle:
         layers = decoder_layers(self.model)
         self.num_layers = len(layers)
         recipe.check(self.num_layers)
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, Tensor] = {}  # exit -> its loss in the last training forward, L the model's own
+        self.reference_loss: Tensor | None = None  # KL to the original in the last training forward, if asked for
         self._step, self._micro_step, self._first_row = 0, 0, 0
         self._told, self._own_text, self._forwards = False, False, 0
         self._has_loss, self._warned = False, False
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
+        self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
         self._head = Head(self.model)
+        self._reference = Reference(self.model) if recipe.reference_weight > 0 else None
+        self.adapters: Adapters | None = None
+        if recipe.adapter_rank is not None:
+            self.adapters = attach_adapters(
+                self.model, recipe.trained_exits(self.num_layers), recipe.adapter_rank, recipe.seed
+            )
         self._base_loss = self.model.loss_function
         self._hang(layers)
         self.model._layerskip_handle = self
@@ -64,10 +75,18 @@ class Handle:
         self._keep = None
 
     @property
-    def active_exits(self) -> tuple[int, ...]:
-        """Exits in the loss at this step; L is the model itself."""
+    def weights(self) -> dict[int, float]:
+        """Exits in the loss at this step and their weights, which sum to 1; L is the model itself."""
         exits = active_exits(self.recipe, self.num_layers, self._step)
-        return tuple(e for e in exits if e < self.num_layers) or exits if self._own_text else exits
+        if self._own_text:
+            exits = tuple(e for e in exits if e < self.num_layers) or exits
+        weights = exit_weights(self.recipe, exits, self.num_layers)
+        return {exit_layer: weight for exit_layer, weight in weights.items() if weight > 0}
+
+    @property
+    def active_exits(self) -> tuple[int, ...]:
+        """Exits in the loss at this step, ascending."""
+        return tuple(self.weights)
 
     @property
     def dropout_rates(self) -> tuple[float, ...]:
@@ -83,24 +102,31 @@ class Handle:
 
     def _hang(self, layers: list[nn.Module]) -> None:
         self._hooks = [
-            self.model.register_forward_pre_hook(self._begin),
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),
         ]
         for index, layer in enumerate(layers):
             if self.recipe.max_dropout > 0:
-                self._hooks += DropoutHooks(layer, partial(self._kept, index)).handles
+                self._hooks += DropoutHooks(layer, partial(self._decide, index)).handles
             if index + 1 < self.num_layers:
                 self._hooks.append(layer.register_forward_hook(partial(self._tap, index + 1)))
         self.model.loss_function = self._loss
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._taps.clear()
         self._has_loss = False
-        if model.training and torch.is_grad_enabled() and not self._told:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if not self._told:
             self._step, self._keep = self._forwards, None
             self._forwards += 1
+        if self._reference is not None:
+            self._inputs = {name: kwargs[name] for name in INPUTS if kwargs.get(name) is not None}
+            if args:
+                self._inputs["input_ids"] = args[0]
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._inputs = {}
         if model.training and torch.is_grad_enabled() and not self._has_loss and not self._warned:
             self._warned = True
             warnings.warn(
@@ -109,13 +135,14 @@ class Handle:
                 stacklevel=2,
             )
 
-    def _kept(self, layer: int, rows: int) -> Tensor | None:
-        rates = self.dropout_rates
-        if rates[layer] == 0:
+    def _decide(self, layer: int, rows: int) -> Decision | None:
+        rate, recipe = self.dropout_rates[layer], self.recipe
+        if rate == 0:
             return None
         if self._keep is None or self._keep.shape[1] != rows:
-            self._keep = keep_decisions(rates, rows, self.recipe.seed, self._step, self._micro_step, self._first_row)
-        return self._keep[layer]
+            place = (self._step, self._micro_step, self._first_row)
+            self._keep = keep_decisions(self.dropout_rates, rows, recipe.seed, *place, per=recipe.dropout_per)
+        return Decision(self._keep[layer], 1 / (1 - rate) if recipe.dropout_rescale and rate < 1 else 1.0)
 
     def _tap(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:
         if layer.training and exit_layer in self.active_exits:
@@ -127,28 +154,46 @@ class Handle:
         self._has_loss = True
         if not self.model.training:
             return self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        base = partial(self._base_loss, labels=labels, vocab_size=vocab_size, **kwargs)
-        weights = exit_weights(self.recipe, self.active_exits, self.num_layers)
+        positions = self._positions(labels, **kwargs)
+        chunks = num_chunks(labels.shape[0], labels.shape[1], self.recipe.exit_loss_positions, logits.shape[-1])
         total: Tensor | float = 0.0
         self.losses = {}
-        for exit_layer, weight in weights.items():
+        for exit_layer, weight in self.weights.items():
             if exit_layer == self.num_layers:
-                loss = base(logits=logits)
+                loss = self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             else:
-                loss = self._exit_loss(self._taps.pop(exit_layer), logits, labels, base, kwargs)
+                loss = self._exit_loss(exit_layer, logits, positions, chunks)
             self.losses[exit_layer] = loss.detach()
             total = total + weight * loss
+        if self._reference is not None and not self._own_text:
+            original = self._reference.logits(self._inputs, positions.places, chunks)
+            guard = reference_loss(logits, original, positions)
+            self.reference_loss = guard.detach()
+            total = total + self.recipe.reference_weight * guard
+        if self.adapters is not None:  # those of exits that are not active take part, or engines would miss them
+            total = total + 0.0 * sum(parameter.sum() for parameter in self.adapters.parameters())
         assert isinstance(total, Tensor)
         return total
 
-    def _exit_loss(
-        self, hidden: Tensor, last_logits: Tensor, labels: Tensor, base: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        logits = self._head(hidden)
-        share = 1.0 if self._own_text else self.recipe.self_distillation
-        loss: Tensor | float = (1 - share) * base(logits=logits) if share < 1 else 0.0
-        if share > 0:
-            targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else shifted_labels(labels)
-            loss = loss + share * soft_cross_entropy(logits, last_logits, targets, kwargs.get("num_items_in_batch"))
-        assert isinstance(loss, Tensor)
-        return loss
+    def _positions(
+        self,
+        labels: Tensor,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Positions:
+        targets = shifted_labels(labels) if shift_labels is None else shift_labels
+        key = ("positions", self.recipe.seed, self._step, self._micro_step)
+        return choose_positions(targets, self.recipe.exit_loss_positions, num_items_in_batch, self._first_row, *key)
+
+    def _exit_loss(self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int) -> Tensor:
+        adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
+        return exit_loss(
+            self._taps.pop(exit_layer),
+            self._head if adapter is None else lambda hidden: self._head(adapter(hidden)),
+            last_logits,
+            positions,
+            chunks,
+            distillation=1.0 if self._own_text else self.recipe.self_distillation,
+            temperature=self.recipe.distillation_temperature,
+        )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.objective import IGNORE_INDEX
 from layerskip.recipe import Recipe
-
-IGNORE_INDEX = -100
 
 
 def exit_scale(recipe: Recipe, exit_layer: int, num_layers: int) -> float:
@@ -18,10 +16,13 @@ def exit_scale(recipe: Recipe, exit_layer: int, num_layers: int) -> float:
 
     Paper: e_scale l(l+1)/2 for l < L-1, and (L-1) + e_scale (L-2)(L-1)/2 for the last layer.
     Uniform: exit_loss_scale for every early exit, 1 for the last layer.
+    Shallow: 1 for the last layer, and exit_loss_scale (L-E)/(L-1) for exit E: all of it at the first, the shallowest
+    drafts being the ones that save most, falling towards the last.
     """
     scale, l = recipe.exit_loss_scale, exit_layer - 1
-    if recipe.exit_weights == "uniform":
-        return 1.0 if exit_layer == num_layers else scale
+    if recipe.exit_weights != "paper":
+        falling = (num_layers - exit_layer) / (num_layers - 1) if recipe.exit_weights == "shallow" else 1.0
+        return 1.0 if exit_layer == num_layers else scale * falling
     if exit_layer == num_layers:
         return l + scale * l * (l - 1) / 2
     return scale * l * (l + 1) / 2
@@ -42,22 +43,3 @@ def exit_weights(recipe: Recipe, active: Sequence[int], num_layers: int) -> dict
 def shifted_labels(labels: Tensor) -> Tensor:
     """Labels of what each position predicts: (batch, length), the last column ignored."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def soft_cross_entropy(
-    logits: Tensor, target_logits: Tensor, targets: Tensor, num_items: Tensor | int | None
-) -> Tensor:
-    """-sum p log q, p = softmax(target_logits) detached, over positions whose target is not ignored.
-
-    Args:
-        logits, target_logits: (batch, length, vocab).
-        targets: (batch, length) what each position predicts; only which are ignored matters.
-        num_items: divisor, as transformers counts it over an accumulation window; None: the mean.
-    """
-    counted = targets != IGNORE_INDEX  # (batch, length)
-    log_q = logits[counted].float().log_softmax(dim=-1)  # (counted, vocab)
-    p = target_logits.detach()[counted].float().softmax(dim=-1)
-    total = -(p * log_q).sum()
-    if num_items is None:
-        return total / counted.sum().clamp(min=1)
-    return total / torch.as_tensor(num_items, device=total.device)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from layerskip.presets import PRESETS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,8 +16,18 @@ if TYPE_CHECKING:
 CHOICES = {
     "dropout_depth": ("exponential", "linear"),
     "dropout_time": ("constant", "rising", "falling"),
-    "exit_weights": ("paper", "uniform"),
+    "dropout_per": ("sample", "batch"),
+    "exit_weights": ("paper", "uniform", "shallow"),
     "curriculum": ("rotational", "gradual", "all"),
+}
+# name -> (may it be 0, highest value or None)
+_RANGES: dict[str, tuple[bool, float | None]] = {
+    "max_dropout": (True, 1.0),
+    "exit_loss_scale": (True, None),
+    "exit_loss_positions": (False, 1.0),
+    "self_distillation": (True, 1.0),
+    "distillation_temperature": (False, None),
+    "reference_weight": (True, None),
 }
 
 
@@ -23,20 +36,27 @@ class Recipe:
     """How layers are dropped and exits are trained. Symbols as in Elhoushi et al. 2024 (arXiv 2404.16710), 4.1.
 
     Exits are counted in layers run: exit 2 is the output of the paper's layer l = 1, exit L is the model itself.
+    `Recipe.preset(name)` gives the paper's and others' choices by name.
     """
 
     max_dropout: float = 0.1  # p_max, the rate at the last layer
     dropout_depth: str = "exponential"  # D(l): 2^(l/(L-1)) - 1 (paper), or linear: l/(L-1)
     dropout_time: str = "constant"  # S(t): 1, rising: 2^(t/(T-1)) - 1 (paper, from scratch), falling: 1 - t/(T-1)
+    dropout_per: str = "sample"  # each sample draws for itself (paper), or the whole micro-batch at once: batch
+    dropout_rescale: bool = False  # a kept layer's contribution is divided by its keep rate (2609.05275)
     exit_loss_scale: float = 0.2  # e_scale: how much early exits weigh against the last layer
-    exit_weights: str = "paper"  # e(l): grows with depth (paper); uniform: exit_loss_scale each, 1 for the last
-    exits: tuple[int, ...] | None = None  # early exits that are trained, 1 .. L-1; None: all
+    exit_weights: str = "paper"  # e(l): grows with depth (paper); uniform: e_scale each; shallow: falls with depth
+    exits: tuple[int, ...] | None = None  # early exits that are trained; None: all, or for shallow two near the top
+    exit_loss_positions: float = 1.0  # share of the positions an exit learns from, drawn anew each step (unbiased)
     curriculum: str = "rotational"  # C(t,l): which of them at a step: every R-th in turn, gradual, or all
-    curriculum_stride: int = 8  # R, rotational only
+    curriculum_stride: int | None = 8  # R, rotational only; None: L - 1 (paper, from scratch)
     include_last: bool = True  # the last layer is in the loss at every step, whatever the curriculum says
     self_distillation: float = 0.0  # share of an exit's loss that is cross-entropy to the last layer's own output
+    distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
+    reference_weight: float = 0.0  # weight of KL(original model || last layer), which guards the model's quality
+    adapter_rank: int | None = None  # freeze the model and train only a low-rank adapter of this rank at each exit
     total_steps: int | None = None  # T, optimizer steps; needed by rising, falling and gradual
-    seed: int = 0  # of the dropout decisions
+    seed: int = 0  # of the dropout decisions and of the positions
 
     def __post_init__(self) -> None:
         if self.exits is not None:
@@ -46,17 +66,46 @@ class Recipe:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}")
-        for name, high in (("max_dropout", 1.0), ("exit_loss_scale", None), ("self_distillation", 1.0)):
+        for name, (zero, high) in _RANGES.items():
             value = getattr(self, name)
-            if not (value >= 0 and (high is None or value <= high)):
-                raise ValueError(f"{name}={value} is out of range: 0 {'or more' if high is None else f'to {high:g}'}")
-        if self.curriculum_stride < 1:
-            raise ValueError(f"curriculum_stride={self.curriculum_stride} is out of range: 1 or more")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps={self.total_steps} is out of range: 1 or more")
+            if not ((value >= 0 if zero else value > 0) and (high is None or value <= high)):
+                low = "0" if zero else "above 0"
+                raise ValueError(
+                    f"{name}={value} is out of range: {low} {'or more' if high is None else f'to {high:g}'}"
+                )
+        for name in ("curriculum_stride", "total_steps", "adapter_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is out of range: 1 or more")
+        if self.adapter_rank is not None and (self.max_dropout or self.reference_weight):
+            raise ValueError(
+                f"adapter_rank={self.adapter_rank} freezes the model, so there is nothing to drop or to guard: "
+                f"set max_dropout=0 (now {self.max_dropout:g}) and reference_weight=0 (now {self.reference_weight:g})"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Recipe:
+        """The recipe `name` of `layerskip.presets`, with `changes` on top.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset={name!r} is unknown: choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+    def trained_exits(self, num_layers: int) -> tuple[int, ...]:
+        """Early exits that this recipe trains in a model of `num_layers` layers, ascending."""
+        if self.exits is not None:
+            return self.exits
+        if self.exit_weights == "shallow":  # where the speed is: drafts of a twelfth and an eighth of the model
+            return tuple(sorted({min(math.ceil(num_layers / share), num_layers - 1) for share in (12, 8)}))
+        return tuple(range(1, num_layers))
 
     def check(self, num_layers: int) -> None:
         """Raise ValueError unless the recipe fits a model of `num_layers` layers and is complete."""
+        if num_layers < 2:
+            raise ValueError(f"this model has {num_layers} layer: none can draft for the rest, it takes 2 or more")
         for exit_layer in self.exits or ():
             if not 1 <= exit_layer < num_layers:
                 raise ValueError(

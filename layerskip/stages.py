@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from layerskip.adapters import adapter_at
 from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, unwrap
 from layerskip.cache import RollbackCache
 from layerskip.views import Inject, Skip, Tap, layers_return_tuples, with_layers
@@ -59,6 +60,8 @@ class Stages:
         layers = decoder_layers(self.model)
         returns_tuple = layers_return_tuples(self.model)
         self._tap = Tap(layers[exit_layer], returns_tuple)
+        adapter = adapter_at(self.model, exit_layer)
+        self._tap.__dict__["adapter"] = adapter  # not a submodule: its parameters belong to the model
         self._inject = Inject(layers[0], returns_tuple)
         skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
         self._early = with_layers(self.model, self.anatomy.layers_path, [*layers[:exit_layer], self._tap])

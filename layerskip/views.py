@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from layerskip.adapters import adapter_at
 from layerskip.anatomy import anatomy, check_exit_layer, decoder_layers, unwrap
 
 
@@ -44,11 +45,13 @@ class Skip(StandIn):
 
 
 class Tap(StandIn):
-    """Passes the hidden states on and keeps them."""
+    """Keeps the hidden states and passes them on, through the exit's adapter where there is one."""
+
+    adapter: nn.Module | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
         self.hidden = hidden_states
-        return self.give(hidden_states)
+        return self.give(hidden_states if self.adapter is None else self.adapter(hidden_states))
 
 
 class Inject(StandIn):
@@ -144,6 +147,7 @@ class ExitReader:
         watched = [self._spies.get(index + 1, layer) for index, layer in enumerate(layers)]
         self._view = with_layers(inner, anatomy(inner).layers_path, watched)
         self._head = Head(inner)
+        self._adapters = {exit_layer: adapter_at(inner, exit_layer) for exit_layer in self._spies}
 
     @torch.no_grad()
     def read(
@@ -162,7 +166,8 @@ class ExitReader:
     @torch.no_grad()
     def _exits(self) -> Iterator[tuple[int, Tensor]]:
         for exit_layer, spy in self._spies.items():
-            assert spy.hidden is not None
+            hidden, spy.hidden = spy.hidden, None
+            assert hidden is not None
             self._head.returns_tuple = spy.returns_tuple
-            yield exit_layer, self._head(spy.hidden)
-            spy.hidden = None
+            adapter = self._adapters[exit_layer]
+            yield exit_layer, self._head(hidden if adapter is None else adapter(hidden))

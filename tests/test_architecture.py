@@ -10,7 +10,13 @@ import layerskip
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("layerskip", "train", "infer")
-LIBRARY_MAY_IMPORT = {"torch", "transformers", "huggingface_hub", "layerskip"}
+LIBRARY_MAY_IMPORT = {
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "layerskip",
+}  # transformers brings both
 DEPENDENCIES = {
     *("torch", "transformers", "datasets", "accelerate", "deepspeed", "wandb", "rich", "yaml", "tokenizers"),
     *("safetensors", "huggingface_hub", "numpy", "pytest", "matplotlib", "fastapi"),

@@ -12,9 +12,10 @@ from transformers import Trainer, TrainingArguments
 from layerskip.anatomy import decoder_layers
 from layerskip.callback import RecipeCallback
 from layerskip.curriculum import active_exits, gradual, rotational
-from layerskip.dropout import dropout_rates, keep_decisions
+from layerskip.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
 from layerskip.forecast import measure_exits
-from layerskip.loss import exit_scale, exit_weights, soft_cross_entropy
+from layerskip.loss import exit_scale, exit_weights
+from layerskip.presets import PRESETS
 from layerskip.recipe import Recipe, prepare
 from tests import tiny
 
@@ -63,7 +64,7 @@ def test_exit_weights_of_the_paper():
 
 def test_exit_weights_always_sum_to_one():
     for scale in (0.0, 0.2, 1.0):
-        for kind in ("paper", "uniform"):
+        for kind in ("paper", "uniform", "shallow"):
             for step in range(9):
                 recipe = Recipe(exit_loss_scale=scale, exit_weights=kind)
                 weights = exit_weights(recipe, active_exits(recipe, 12, step), 12)
@@ -112,6 +113,52 @@ def test_decisions_differ_by_step_micro_step_and_seed_and_follow_the_rates():
     for other in ((2, 5, 2), (1, 6, 2), (1, 5, 3)):
         assert not torch.equal(base, keep_decisions(rates, 4000, *other, 0))
     assert base.float().mean(1).tolist() == pytest.approx([1.0, 0.75, 0.25], abs=0.03)
+
+
+def test_decisions_per_batch_are_one_for_all_rows_and_processes():
+    rates = (0.0, 0.5, 0.5)
+    seen = set()
+    for step in range(20):
+        keep = keep_decisions(rates, 4, 1, step, 0, first_row=0, per="batch")
+        assert torch.equal(keep, keep[:, :1].expand(3, 4))
+        assert torch.equal(keep, keep_decisions(rates, 4, 1, step, 0, first_row=4, per="batch"))
+        seen.add(tuple(keep[:, 0].tolist()))
+    assert len(seen) == 4
+    assert all(keep[0] for keep in seen)
+
+
+# --- presets ---
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_models_of_every_depth(name):
+    for num_layers in (2, 4, 16, 24, 32, 80):
+        recipe = Recipe.preset(name, total_steps=100)
+        recipe.check(num_layers)
+        exits = {e for step in range(100) for e in active_exits(recipe, num_layers, step)}
+        assert exits <= set(range(1, num_layers + 1))
+        assert (num_layers in exits) == (recipe.adapter_rank is None)
+        assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_presets_are_the_papers_numbers():
+    continual, scratch = Recipe.preset("paper-continual"), Recipe.preset("paper-scratch", total_steps=10)
+    assert dropout_rates(continual, 32, 0)[-1] == pytest.approx(0.1)
+    assert [e - 1 for e in active_exits(continual, 32, 0)] == [0, 8, 16, 24, 31]
+    assert dropout_rates(scratch, 24, 0) == (0,) * 24
+    assert dropout_rates(scratch, 24, 9)[-1] == pytest.approx(0.1)
+    assert [len(active_exits(scratch, 24, step)) for step in range(4)] == [2, 2, 2, 2]  # R = 23, and the last
+    assert Recipe.preset("paper-continual", exit_loss_scale=0.1).exit_loss_scale == 0.1
+    with pytest.raises(ValueError, match="preset='paper'"):
+        Recipe.preset("paper")
+
+
+def test_shallow_exits_are_a_twelfth_and_an_eighth_of_the_depth():
+    recipe = Recipe(exit_weights="shallow", exit_loss_scale=0.5)
+    assert [recipe.trained_exits(n) for n in (2, 4, 16, 24, 30, 32)] == [(1,), (1,), (2,), (2, 3), (3, 4), (3, 4)]
+    assert exit_scale(recipe, 1, 24) == 0.5
+    assert exit_scale(recipe, 23, 24) == pytest.approx(0.5 / 23)
+    assert exit_scale(recipe, 24, 24) == 1
 
 
 # --- on a model ---
@@ -177,6 +224,30 @@ def _skip(layer, args, output):
     return (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
 
 
+class Adds(torch.nn.Module):
+    """A layer that adds its rows' numbers to them."""
+
+    def forward(self, hidden_states, rows=None):
+        return hidden_states + rows[:, :, None]
+
+
+@pytest.mark.parametrize("keep", [(1, 0, 1, 1), (0, 0, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0)])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_rescaled_layers_contribute_more_to_the_rows_that_keep_them(keep, scale):
+    layer, x, added = Adds().train(), torch.randn(4, 3, 5), torch.arange(1.0, 5.0)
+    DropoutHooks(layer, lambda rows: Decision(torch.tensor(keep, dtype=torch.bool), scale))
+    expected = x + scale * (torch.tensor(keep) * added)[:, None, None]
+    torch.testing.assert_close(layer(x, rows=added[:, None]), expected)
+    assert torch.equal(layer.eval()(x, rows=added[:, None]), x + added[:, None, None])  # evaluation: neither
+
+
+def test_rescaling_is_by_the_layers_own_keep_rate(tiny_llama):
+    handle = prepare(tiny_llama, Recipe(max_dropout=0.6, dropout_depth="linear", dropout_rescale=True))
+    handle.set_step(0)
+    assert handle._decide(0, 4) is None
+    assert [handle._decide(l, 4).scale for l in (1, 2, 3)] == pytest.approx([1 / 0.8, 1 / 0.6, 1 / 0.4])
+
+
 def test_dropped_samples_cost_no_compute(tiny_llama):
     """The layer sees only the rows that stay."""
     handle = prepare(tiny_llama, Recipe(max_dropout=0.5, dropout_depth="linear"))
@@ -221,8 +292,9 @@ def test_the_loss_is_the_weighted_sum_of_the_exits_losses(tiny_llama):
     loss = tiny_llama.train()(input_ids=ids, labels=ids).loss
     weights = exit_weights(recipe, (1, 2, 3, 4), 4)
     assert loss.item() == pytest.approx(sum(weights[e] * expected[e].item() for e in weights), abs=1e-5)
+    assert weights.pop(1) == 0  # the paper's e(0); the others' losses are reported
     assert {e: v.item() for e, v in handle.losses.items()} == pytest.approx(
-        {e: v.item() for e, v in expected.items()}, abs=1e-5
+        {e: expected[e].item() for e in weights}, abs=1e-5
     )
 
 
@@ -237,19 +309,6 @@ def _cross_entropy(logits, ids):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def test_self_distillation_is_zero_gradient_where_exit_and_model_agree():
-    """At q = p the cross-entropy to the model's own distribution is its entropy, and its gradient vanishes."""
-    logits = torch.randn(2, 5, 7, requires_grad=True)
-    targets = torch.randint(0, 7, (2, 5))
-    targets[0, 3] = -100
-    loss = soft_cross_entropy(logits, logits.detach().clone(), targets, None)
-    loss.backward()
-    counted = targets != -100
-    entropy = torch.distributions.Categorical(logits=logits[counted]).entropy().mean()
-    torch.testing.assert_close(loss, entropy)
-    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), atol=1e-6, rtol=0)
-
-
 def test_self_distillation_does_not_move_the_last_layer(tiny_llama):
     """The teacher is detached: with the last layer out of the loss, layers above the exit get no gradient."""
     recipe = Recipe(max_dropout=0, exits=(2,), curriculum="all", include_last=False, self_distillation=1.0)
@@ -260,7 +319,8 @@ def test_self_distillation_does_not_move_the_last_layer(tiny_llama):
 
 
 def test_on_its_own_text_only_the_exits_learn_and_only_from_the_model(tiny_llama):
-    handle = prepare(tiny_llama, Recipe(max_dropout=0, exits=(1, 2), curriculum="all", self_distillation=0.0))
+    recipe = Recipe(max_dropout=0, exits=(1, 2), curriculum="all", exit_weights="uniform", self_distillation=0.0)
+    handle = prepare(tiny_llama, recipe)
     tiny_llama.train()
     handle.set_step(0, own_text=True)
     assert handle.active_exits == (1, 2)
@@ -317,7 +377,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny_llama, use_reentra
 
 
 def test_untold_each_training_forward_is_a_step(tiny_llama):
-    handle = prepare(tiny_llama, Recipe(max_dropout=0, curriculum_stride=3, exits=(1, 2, 3)))
+    recipe = Recipe(max_dropout=0, curriculum_stride=3, exits=(1, 2, 3), exit_weights="uniform")
+    handle = prepare(tiny_llama, recipe)
     tiny_llama.train()
     seen = []
     for _ in range(4):

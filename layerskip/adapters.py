@@ -1,0 +1,118 @@
+"""Exit adapters: the draft learns, the model does not change by a bit.
+
+    exit E drafts from  head(norm(x_E + up(silu(down(rms(x_E))))))
+
+Verification still runs layers [E:L) on x_E itself, so the target is the untouched model and an adapter can only make
+drafts better or worse, never the output. Adapters start as the identity (`up` is zero).
+
+They live beside the model's weights in a file of their own, so that the checkpoint stays an ordinary one:
+`config.json` says which exits have one ("layerskip": {"adapters": {"rank", "exits"}}).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+ADAPTERS_FILE = "exit_adapters.safetensors"
+_ATTRIBUTE = "layerskip_adapters"
+_CONFIG_KEY = "layerskip"
+
+
+class ExitAdapter(nn.Module):
+    """A residual bottleneck on (..., hidden_size) hidden states; the identity when new."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, hidden_size, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Normalised first: residual streams grow with depth and differ between families. `down` scales enough.
+        return hidden + self.up(F.silu(self.down(F.rms_norm(hidden, hidden.shape[-1:])))).to(hidden.dtype)
+
+
+Adapters = nn.ModuleDict  # exit layer (as text) -> ExitAdapter
+
+
+def attach_adapters(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int = 0) -> Adapters:
+    """Freeze `model` and give it a trainable adapter at each exit, as a submodule, so that optimizers and engines
+    find its parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept."""
+    model.requires_grad_(False)
+    if (adapters := adapters_of(model)) is None:
+        adapters = _new(model, exits, rank, seed)
+    adapters.requires_grad_(True)
+    model.add_module(_ATTRIBUTE, adapters)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    model._keys_to_ignore_on_save = {*ignored, *(f"{_ATTRIBUTE}.{name}" for name in adapters.state_dict())}
+    carried = dict(getattr(model.config, _CONFIG_KEY, None) or {})
+    carried["adapters"] = {"rank": rank, "exits": sorted(exits)}
+    setattr(model.config, _CONFIG_KEY, carried)
+    return adapters
+
+
+def _new(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int) -> Adapters:
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = nn.ModuleDict({str(exit_layer): ExitAdapter(hidden_size, rank) for exit_layer in sorted(exits)})
+    return made.to(model.device)
+
+
+_loaded: weakref.WeakKeyDictionary[nn.Module, Adapters | None] = weakref.WeakKeyDictionary()
+
+
+def adapters_of(model: PreTrainedModel) -> Adapters | None:
+    """The model's adapters: those it trains, else those its checkpoint has (folder or Hub repository), else None.
+
+    Raises:
+        FileNotFoundError: if the checkpoint's config names adapters but their file is not beside its weights.
+    """
+    attached = model._modules.get(_ATTRIBUTE)
+    if isinstance(attached, nn.ModuleDict):
+        return attached
+    if model not in _loaded:
+        described = (getattr(model.config, _CONFIG_KEY, None) or {}).get("adapters")
+        _loaded[model] = _load(model, described["exits"], described["rank"]) if described else None
+    adapters = _loaded[model]
+    return None if adapters is None else adapters.to(model.device, model.dtype)
+
+
+def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:
+    """The adapter of one exit, None where there is none."""
+    adapters = adapters_of(model)
+    return adapters[str(exit_layer)] if adapters is not None and str(exit_layer) in adapters else None
+
+
+def _load(model: PreTrainedModel, exits: Sequence[int], rank: int) -> Adapters:
+    source = model.config._name_or_path
+    commit = getattr(model.config, "_commit_hash", None)
+    path = cached_file(source, ADAPTERS_FILE, revision=commit, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        raise FileNotFoundError(
+            f"{source or 'this model'}: its config names exit adapters, but there is no {ADAPTERS_FILE} beside its "
+            "weights: copy it there, or load the checkpoint from where it was trained"
+        )
+    adapters = _new(model, exits, rank, 0)
+    adapters.load_state_dict(load_file(path))
+    return adapters.eval().requires_grad_(False)
+
+
+def save_adapters(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Path | None:
+    """Write the model's adapters, in their dtype, into the folder that `save_pretrained` wrote; None if it has none."""
+    adapters = adapters_of(model)
+    if adapters is None:
+        return None
+    path = Path(folder) / ADAPTERS_FILE
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in adapters.state_dict().items()}, path)
+    return path

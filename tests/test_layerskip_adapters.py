@@ -1,0 +1,121 @@
+"""Exit adapters: the model stays what it was, bit for bit; the drafts change; both travel."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import layerskip
+from layerskip.adapters import ADAPTERS_FILE, adapter_at, adapters_of, save_adapters
+from layerskip.forecast import measure_exits
+from layerskip.recipe import Recipe, prepare
+from layerskip.stages import Stages
+
+RECIPE = Recipe.preset("frozen-target", exits=(1, 2), adapter_rank=8)
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def trained(model, steps: int = 60):
+    """Adapters after some steps on a small text."""
+    handle = prepare(model, RECIPE)
+    parameters = [p for p in model.train().parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for step in range(steps):
+        handle.set_step(step)
+        model(input_ids=batch(), labels=batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """An original model, its trained twin, and the twin's checkpoint."""
+    from tests import tiny
+
+    original = tiny.llama()
+    model = trained(copy.deepcopy(original))
+    folder = tmp_path_factory.mktemp("frozen")
+    model.save_pretrained(folder)
+    save_adapters(model, folder)
+    return original, model, folder
+
+
+def test_only_the_adapters_learn(checkpoint):
+    original, model, _ = checkpoint
+    for name, parameter in original.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert torch.equal(model(input_ids=batch()).logits, original(input_ids=batch()).logits)
+    assert all(adapter_at(model, e).up.weight.any() for e in (1, 2))
+
+
+def test_adapters_make_the_exits_agree_more(checkpoint):
+    original, model, _ = checkpoint
+    before, after = measure_exits(original, [batch()]), measure_exits(model, [batch()])
+    for exit_layer in (1, 2):
+        assert after[exit_layer].overlap > before[exit_layer].overlap + 0.05
+    assert after[3].overlap == before[3].overlap
+
+
+def test_new_adapters_are_the_identity(tiny_llama):
+    before = measure_exits(tiny_llama, [batch()])
+    prepare(tiny_llama, RECIPE)
+    assert measure_exits(tiny_llama, [batch()])[1].overlap == before[1].overlap
+
+
+def test_the_checkpoint_is_an_ordinary_one_and_carries_them(checkpoint):
+    original, model, folder = checkpoint
+    plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert torch.equal(plain(input_ids=batch()).logits, original(input_ids=batch()).logits)
+    for exit_layer in (1, 2):
+        assert torch.equal(adapter_at(plain, exit_layer).up.weight, adapter_at(model, exit_layer).up.weight)
+    assert not any("layerskip" in name for name in plain.state_dict())
+
+
+def test_drafts_use_them_and_the_output_is_the_originals(checkpoint):
+    original, _, folder = checkpoint
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = batch()[:1, :6]
+    expected = original.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None)
+    for exit_layer in (1, 2, 3):
+        out = layerskip.generate(
+            plain,
+            prompt,
+            exit_layer=exit_layer,
+            num_draft_tokens=3,
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert torch.equal(out, expected)
+    logits, _ = Stages(plain, 1).draft(prompt, Stages(plain, 1).new_cache())
+    bare, _ = Stages(original, 1).draft(prompt, Stages(original, 1).new_cache())
+    assert not torch.allclose(logits, bare)
+
+
+def test_a_missing_file_is_said(checkpoint, tmp_path):
+    model = checkpoint[1]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=ADAPTERS_FILE):
+        adapters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_frozen_model_has_nothing_to_drop():
+    with pytest.raises(ValueError, match="max_dropout=0"):
+        Recipe(adapter_rank=8)
+
+
+def test_a_resumed_training_goes_on_with_the_adapters_of_its_checkpoint(checkpoint):
+    _, model, folder = checkpoint
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    prepare(again, RECIPE)
+    assert torch.equal(adapter_at(again, 2).up.weight, adapter_at(model, 2).up.weight)
+    assert [name for name, p in again.named_parameters() if p.requires_grad] == [
+        f"layerskip_adapters.{e}.{part}.weight" for e in (1, 2) for part in ("down", "up")
+    ]
