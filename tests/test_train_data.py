@@ -7,21 +7,32 @@ import numpy as np
 import pytest
 import torch
 
-from train.config import DataConfig
+from train.bad_rows import BadRows
+from train.blocks import Blocks, Mixture, position_ids
 from train.corpus import SPLITS, Document, hash_share, read_documents, split_of
-from train.errors import TrainingError
-from train.packing import Blocks, block_index, encode, micro_batches, token_dtype, write_tokens
+from train.errors import ConfigError, TrainingError
+from train.order import allot, block_index, micro_batches
+from train.packing import START, TARGET, BestFit, encode, encode_documents, token_dtype, write_tokens
 from train.prompts import PROMPT_TOKENS, choose_prompts
+from train.text_config import DataConfig, SourceConfig
 from train.vocabulary import END_OF_TEXT, train_tokenizer
 
 WORDS = ["def", "return", "class", "value", "index", "self", "import", "raise", "yield", "lambda"]
 
 
 def documents(count: int, seed: int = 0) -> list[Document]:
-    """Texts of 40 to 200 words, three to a group."""
+    """Texts of 40 to 200 words, three to a group, a fifth of them held out for each purpose."""
     random = np.random.default_rng(seed)
     texts = [" ".join(random.choice(WORDS, random.integers(40, 200))) for _ in range(count)]
-    return [Document(f"{i} {text}", f"file{i}", f"group{i // 3}") for i, text in enumerate(texts)]
+    groups = [f"group{i // 3}" for i in range(count)]
+    return [
+        Document(f"{i} {t}", f"file{i}", g, split_of(g, 0.2))
+        for i, (t, g) in enumerate(zip(texts, groups, strict=True))
+    ]
+
+
+def read(data: SourceConfig, held_out: float = 0.05, limit: int = 0) -> list[Document]:
+    return list(read_documents(data, held_out, BadRows(limit)))
 
 
 # Splits
@@ -30,25 +41,24 @@ def documents(count: int, seed: int = 0) -> list[Document]:
 def test_siblings_never_sit_on_two_sides():
     data = DataConfig(standard_library=True)
     sides: dict[str, set[str]] = {}
-    for document in read_documents(data):
-        sides.setdefault(document.group, set()).add(split_of(document.group, data.held_out))
+    for document in read(data):
+        sides.setdefault(document.group, set()).add(document.split)
         assert document.name.split("/")[0].removesuffix(".py") == document.group
     assert all(len(splits) == 1 for splits in sides.values())
     assert set().union(*sides.values()) == set(SPLITS)
 
 
 def test_standard_library_leaves_out_its_tests_and_what_is_installed():
-    names = [document.name for document in read_documents(DataConfig(standard_library=True))]
+    names = [document.name for document in read(DataConfig(standard_library=True))]
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     assert not [n for n in names if {"test", "tests", "site-packages", "idlelib"} & set(n.split("/"))]
 
 
 def test_a_limited_library_is_a_few_of_everything():
-    few = DataConfig(standard_library=True, max_documents=60, held_out=0.15)
-    chosen = list(read_documents(few))
+    chosen = read(DataConfig(standard_library=True, max_documents=60), held_out=0.15)
     assert len(chosen) == 60
     assert len({document.group for document in chosen}) > 10
-    assert {split_of(document.group, few.held_out) for document in chosen} == set(SPLITS)
+    assert {document.split for document in chosen} == set(SPLITS)
 
 
 def test_split_shares_are_those_asked_for_and_stable():
@@ -73,13 +83,13 @@ def test_local_files_are_read_once_each(tmp_path):
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "lines.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\n{"body": "  "}\n')
     paths = (f"{tmp_path}/*.*", f"{tmp_path}/**/*.py", f"{tmp_path}/b.txt")
-    texts = [d.text for d in read_documents(DataConfig(path=paths, text_column="body"))]
+    texts = [d.text for d in read(DataConfig(path=paths, text_column="body"))]
     assert sorted(texts) == ["one", "text of a.md", "text of b.txt", "text of sub/c.py", "two"]
 
 
 def test_equal_lines_are_one_group(tmp_path):
     (tmp_path / "lines.jsonl").write_text('{"text": "same"}\n{"text": "other"}\n{"text": "same"}\n')
-    first, second, third = read_documents(DataConfig(path=(f"{tmp_path}/lines.jsonl",)))
+    first, second, third = read(DataConfig(path=(f"{tmp_path}/lines.jsonl",)))
     assert first.group == third.group != second.group
     assert len({first.name, second.name, third.name}) == 3
 
@@ -87,7 +97,7 @@ def test_equal_lines_are_one_group(tmp_path):
 def test_sources_that_cannot_be_read(tmp_path):
     def message(**settings) -> str:
         with pytest.raises(TrainingError) as caught:
-            list(read_documents(DataConfig(**settings)))
+            read(DataConfig(**settings))
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -99,18 +109,23 @@ def test_sources_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
     assert "is not UTF-8 (byte 1)" in message(path=(f"{tmp_path}/latin.txt",))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
-    assert "line 2 of" in message(path=(f"{tmp_path}/bad.jsonl",))
+    assert "bad.jsonl:2 has no 'text'; unusable rows of this source so far: 1, data.max_bad_rows is 0" in message(
+        path=(f"{tmp_path}/bad.jsonl",)
+    )
+    (tmp_path / "wrong.jsonl").write_text('{"body": "b", "title": "c"}\n')
+    found = message(path=(f"{tmp_path}/wrong.jsonl",))
+    assert found == f"data.text_column is 'text'; {tmp_path}/wrong.jsonl has body, title"
 
 
 def test_local_dataset_through_datasets(tmp_path):
     rows = [{"content": f"document {i}"} for i in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(dataset=str(tmp_path), text_column="content", max_documents=4)
-    assert [d.text for d in read_documents(data)] == [row["content"] for row in rows[:4]]
+    assert [d.text for d in read(data)] == [row["content"] for row in rows[:4]]
     with pytest.raises(TrainingError, match=r"data.text_column is 'text'; .* has content"):
-        list(read_documents(DataConfig(dataset=str(tmp_path))))
+        read(DataConfig(dataset=str(tmp_path)))
     with pytest.raises(TrainingError, match="cannot load"):
-        list(read_documents(DataConfig(dataset=str(tmp_path / "absent"))))
+        read(DataConfig(dataset=str(tmp_path / "absent")))
 
 
 # Tokens and blocks
@@ -126,18 +141,23 @@ def test_trained_tokenizer_loses_no_byte_and_knows_its_end():
 
 def test_packing_loses_nothing(tmp_path, tokenizer):
     corpus = documents(90)
-    counts = write_tokens(corpus, tokenizer, 0.2, tmp_path)
+    encoded = encode_documents(corpus, tokenizer, None, BadRows(0))
+    counts, num_cut = write_tokens(encoded, token_dtype(len(tokenizer)), tmp_path)
+    assert num_cut == 0
     for split in SPLITS:
         expected = [
             token
             for document in corpus
-            if split_of(document.group, 0.2) == split
+            if document.split == split
             for token in [*tokenizer(document.text)["input_ids"], tokenizer.eos_token_id]
         ]
         assert counts[split] == len(expected) > 0
         blocks = Blocks(tmp_path / f"{split}.bin", token_dtype(len(tokenizer)), 32)
-        packed = blocks.rows(range(len(blocks))).flatten().tolist()
+        rows = blocks.rows(range(len(blocks)))
+        packed = rows.input_ids.flatten().tolist()
         assert packed == expected[: len(packed)]
+        assert (rows.labels == rows.input_ids).all()
+        assert rows.position_ids is None
         assert len(expected) - len(packed) < 32  # only the tail shorter than a block
 
 
@@ -159,11 +179,11 @@ def test_text_shorter_than_a_block_is_an_error(tmp_path):
 
 def test_evaluation_reads_the_same_blocks_spread_over_the_split(tmp_path):
     (tmp_path / "test.bin").write_bytes(np.arange(100 * 32, dtype=np.uint16).tobytes())
-    blocks = Blocks(tmp_path / "test.bin", np.dtype(np.uint16), 32)
-    batches = list(blocks.batches(batch_size=4, num_blocks=10))
+    blocks = Mixture([Blocks(tmp_path / "test.bin", np.dtype(np.uint16), 32)], [1.0])
+    batches = [batch.input_ids for batch in blocks.batches(batch_size=4, num_blocks=10)]
     assert [len(batch) for batch in batches] == [4, 4, 2]
     assert (torch.cat(batches)[:, 0] // 32).tolist() == list(range(0, 100, 10))
-    assert sum(len(batch) for batch in blocks.batches(4, 1000)) == 100  # all, if there are fewer
+    assert sum(len(batch.labels) for batch in blocks.batches(4, 1000)) == 100  # all, if there are fewer
 
 
 # Order
@@ -222,3 +242,190 @@ def test_a_prompt_does_not_end_inside_a_character(tokenizer):
 
 def test_texts_too_short_to_go_on_from_give_no_prompt(tokenizer):
     assert choose_prompts([Document("x = 1\n\ny = 2\n", "f", "g")], tokenizer) == []
+
+
+# Rows that cannot be used
+
+
+def test_bad_rows_are_counted_named_and_skipped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = [json.dumps({"text": f"text {i}"}) for i in range(4)]
+    path.write_text(
+        "\n".join([good[0], "{broken", good[1], '{"text": null}', "[1]", good[2], '{"text": ["a"]}', good[3]])
+    )
+    bad = BadRows(4)
+    assert [d.text for d in read_documents(DataConfig(path=(str(path),)), 0.05, bad)] == [f"text {i}" for i in range(4)]
+    assert bad.count == 4
+    name = path.as_posix()
+    assert bad.report() == (
+        f"4 unusable rows skipped: {name}:2 is no JSON; {name}:4 has no 'text'; "
+        f"{name}:5 is a JSON list, not an object; {name}:7 has list in 'text', not text"
+    )
+    with pytest.raises(
+        TrainingError, match=r":7 has list .* so far: 4, data\.max_bad_rows is 3: mend them or raise it"
+    ):
+        read(DataConfig(path=(str(path),)), limit=3)
+    path.write_bytes(b'{"text": "a"}\n{"text": "Z\xfcrich"}\n')
+    assert [d.text for d in read(DataConfig(path=(str(path),)), limit=1)] == ["a"]
+
+
+def test_a_table_with_a_wrong_row(tmp_path):
+    (tmp_path / "rows.csv").write_text('title,text\na,"one, with a comma"\nb,two,three\nc\nd,"four\nlines"\n')
+    bad = BadRows(2)
+    found = list(read_documents(DataConfig(path=(f"{tmp_path}/rows.csv",)), 0.05, bad))
+    assert [(d.name[-6:], d.text) for d in found] == [(".csv:1", "one, with a comma"), (".csv:4", "four\nlines")]
+    assert ":2 has more fields than the header" in bad.report()
+    assert ":3 has no 'text'" in bad.report()
+
+
+# The same rows, however they are kept
+
+
+def test_jsonl_csv_parquet_and_datasets_streamed_or_not_give_the_same(tmp_path):
+    import datasets
+
+    rows = [{"body": f"text {i}, with\nlines", "kind": f"k{i % 4}"} for i in range(12)]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.to_csv(tmp_path / "rows.csv", index=False)
+    (tmp_path / "set").mkdir()
+    for place in ("rows.jsonl", "set/train.jsonl"):
+        (tmp_path / place).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"text_column": "body", "group_column": "kind"}
+    expected = [(row["body"], row["kind"], split_of(row["kind"], 0.3)) for row in rows]
+    for suffix in ("jsonl", "csv", "parquet"):
+        found = read(DataConfig(path=(f"{tmp_path}/rows.{suffix}",), **settings), 0.3)
+        assert [(d.text, d.group, d.split) for d in found] == expected
+    found = [read(DataConfig(dataset=str(tmp_path / "set"), streaming=s, **settings), 0.3) for s in (True, False)]
+    assert found[0] == found[1]
+    assert [(d.text, d.group, d.split) for d in found[0]] == expected
+
+
+def test_held_out_text_may_have_a_file_or_split_of_its_own(tmp_path):
+    for name in ("train", "dev"):
+        lines = [json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    by_file = DataConfig(path=(f"{tmp_path}/train.jsonl",), eval_path=(f"{tmp_path}/dev.jsonl",))
+    found = read(by_file)
+    assert {d.split for d in found if d.text.startswith("train")} == {"train"}
+    assert {d.split for d in found if d.text.startswith("dev")} == {"validation", "test"}
+    assert len(found) == 60
+    (tmp_path / "dev.jsonl").rename(tmp_path / "validation.jsonl")
+    by_split = read(DataConfig(dataset=str(tmp_path), eval_split="validation"))
+    assert [(d.text, d.split) for d in by_split] == [(d.text, d.split) for d in found]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "data: give exactly one of standard_library, path and dataset; 0 are given"),
+        ({"path": ("a",), "weight": 0.0}, "data.weight is 0.0; it must be above 0"),
+        ({"path": ("a",), "prompt_column": "q"}, "data: prompt_column and completion_column go together; one is given"),
+        ({"dataset": "a", "eval_path": ("b",)}, "data.eval_path goes with path; for a dataset: eval_split"),
+        ({"dataset": "a", "eval_split": "train"}, "data.eval_split is 'train', the split that is trained on"),
+        ({"standard_library": True, "messages_column": "m"}, "data: standard_library has no columns"),
+        ({"path": ("a",), "max_bad_rows": -1}, "data.max_bad_rows is -1; it must be at least 0"),
+    ],
+)
+def test_settings_of_a_source_that_do_not_fit(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**settings)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_mixture_and_a_source_exclude_each_other():
+    with pytest.raises(ConfigError, match=r"data\.sources and data\.path exclude each other"):
+        DataConfig(path=("a",), sources=(SourceConfig(path=("b",)),))
+    with pytest.raises(ConfigError, match=r"data\.sources\.weight is -1"):
+        SourceConfig(path=("b",), weight=-1.0)
+
+
+# Mixtures
+
+
+def mixture(folder, sizes: list[int], weights: list[float]) -> Mixture:
+    """Sources whose blocks hold their own number: 1000 · source + block, in every token."""
+    parts = []
+    for source, size in enumerate(sizes):
+        tokens = np.repeat(np.arange(size) + 1000 * source, 32).astype(np.uint16)
+        (folder / f"{source}.bin").write_bytes(tokens.tobytes())
+        parts.append(Blocks(folder / f"{source}.bin", np.dtype(np.uint16), 32))
+    return Mixture(parts, weights)
+
+
+def test_a_mixture_is_read_in_its_proportions_at_every_length(tmp_path):
+    mixed = mixture(tmp_path, [40, 7, 300], [3.0, 1.0, 4.0])
+    places = [mixed.place(5, i) for i in range(800)]
+    assert Counter(source for source, _ in places) == {0: 300, 1: 100, 2: 400}
+    for start in range(0, 800, 8):  # in every cycle, and so in every batch of 8
+        assert Counter(source for source, _ in places[start : start + 8]) == {0: 3, 1: 1, 2: 4}
+    for source, size in enumerate([40, 7, 300]):  # each source goes through all its blocks before it begins again
+        read = [block for s, block in places if s == source]
+        for start in range(0, len(read) - size + 1, size):
+            assert sorted(read[start : start + size]) == list(range(size))
+    uneven = mixture(tmp_path, [9, 9], [0.7123, 0.2877])
+    shares = Counter(uneven.place(0, i)[0] for i in range(1000))
+    assert shares == {0: 712, 1: 288}
+
+
+def test_a_mixtures_order_is_a_pure_function_of_seed_and_position(tmp_path):
+    mixed, again = (mixture(tmp_path, [40, 7], [2.0, 1.0]) for _ in range(2))
+    forwards = [mixed.place(3, i) for i in range(200)]
+    assert forwards == [again.place(3, i) for i in reversed(range(200))][::-1]
+    assert forwards != [mixed.place(4, i) for i in range(200)]
+    for processes, micro in ((1, 8), (2, 2), (4, 1)):
+        parts = [p for rank in range(processes) for p in micro_batches(7, 8, micro, rank, processes)]
+        rows = torch.cat([mixed.read(3, part).input_ids[:, 0] for part in parts]).tolist()
+        assert sorted(rows) == sorted(1000 * s + b for s, b in forwards[56:64])
+
+
+def test_one_source_is_read_as_it_was_before_there_were_mixtures(tmp_path):
+    alone = mixture(tmp_path, [23], [1.0])
+    expected = [int(np.random.default_rng([9, i // 23]).permutation(23)[i % 23]) for i in range(100)]
+    assert [alone.place(9, i) for i in range(100)] == [(0, block) for block in expected]
+
+
+def test_held_out_blocks_come_from_every_source(tmp_path):
+    mixed = mixture(tmp_path, [100, 3], [1.0, 1.0])
+    rows = torch.cat([batch.input_ids for batch in mixed.batches(4, 10)])[:, 0].tolist()
+    assert rows == [0, 20, 40, 60, 80, 1000, 1001, 1002]  # the small source has no more
+    assert mixed.first(4).input_ids[:, 0].tolist() == [0, 1, 1000, 1001]
+
+
+def test_what_is_dealt_out_adds_up_and_leaves_nobody_out():
+    assert allot(10, [1, 1, 1]) == [4, 3, 3]
+    assert allot(1000, [1e-9, 1.0]) == [1, 999]
+    assert allot(1, [1.0, 2.0]) == [0, 1]
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        weights = random.uniform(0.01, 1, 5).tolist()
+        assert sum(allot(137, weights)) == 137
+
+
+# Whole documents
+
+
+def test_answers_stay_whole_and_blocks_are_filled_up():
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 33, 500).tolist()
+    packer = BestFit(32, padding=0)
+    blocks = []
+    for number, length in enumerate(lengths, start=1):
+        blocks += packer.add([number] * length, [START | TARGET, *[TARGET] * (length - 1)])
+    blocks += packer.close()
+    assert all(len(ids) == len(marks) == 32 for ids, marks in blocks)
+    found = Counter(token for ids, _ in blocks for token in ids)
+    padding = found.pop(0)
+    assert found == dict(enumerate(lengths, start=1))
+    for ids, marks in blocks:
+        starts = [i for i, mark in enumerate(marks) if mark & START]
+        assert [ids[i] for i in starts] == list(dict.fromkeys(ids))  # each document once, from its beginning
+        assert [bool(mark & TARGET) for mark in marks] == [token != 0 for token in ids]
+    assert padding < 0.08 * 32 * len(blocks)  # one block after the other would leave a quarter
+    assert len(packer.add([7] * 40, [TARGET] * 40)[0][0]) == 32
+    assert packer.num_cut == 1
+
+
+def test_positions_begin_again_with_each_document():
+    starts = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0]]).bool()
+    assert position_ids(starts).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]

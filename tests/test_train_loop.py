@@ -16,7 +16,6 @@ from train.checkpoint import latest_checkpoint, read_progress
 from train.command import load_config
 from train.engine import accumulation_steps
 from train.errors import ConfigError, TrainingError
-from train.evaluate import _until_end
 from train.loop import train
 
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
@@ -296,12 +295,6 @@ def test_setting_is_chosen_on_validation_and_reported_on_test(run):
     assert carried == {name: setting[name] for name in ("exit_layer", "num_draft_tokens")}
     assert record["before"]["test"]["last"]["loss"] > record["after"]["test"]["last"]["loss"]
     assert (record["steps"], record["tokens"]) == (6, 6 * 4 * 64)
-
-
-@pytest.mark.parametrize(("end", "length"), [(5, 6), ([9, 7], 4), (None, 8), (1, 8)])
-def test_a_continuation_is_cut_after_its_end(end, length):
-    text = torch.tensor([5, 1, 2, 7, 3, 5, 5, 9])  # a prompt of two tokens, whatever they are, then six more
-    assert _until_end(text, 2, end).tolist() == [text[:length].tolist()]
 
 
 def test_evaluations_are_logged_when_due(run):

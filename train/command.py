@@ -55,7 +55,8 @@ def describe_settings() -> str:
     lines = ["settings (in CONFIG as YAML, or on the command line as section.key=value):"]
     for section in dataclasses.fields(TrainConfig):
         kind: Any = section.type
-        comments = dict(re.findall(r"^    (\w+): .*?#\s*(.+)$", inspect.getsource(kind), flags=re.MULTILINE))
+        source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
+        comments = dict(re.findall(r"^    (\w+): .*?#\s*(.+)$", source, flags=re.MULTILINE))
         lines.append(f"\n{section.name}:")
         for f in dataclasses.fields(kind):
             default = "" if f.default in (None, dataclasses.MISSING) else f.default

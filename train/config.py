@@ -9,20 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.recipe import Recipe
-from train.errors import ConfigError
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise `ConfigError(message)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def check_at_least(section: str, values: object, limits: dict[str, float]) -> None:
-    """Raise `ConfigError` for the first attribute of `values` that lies below its limit; None passes."""
-    for name, limit in limits.items():
-        value = getattr(values, name)
-        check(value is None or value >= limit, f"{section}.{name} is {value}; it must be at least {limit}")
+from train.errors import check, check_at_least
+from train.text_config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,7 @@ class TokenizerConfig:
 
     name_or_path: str | None = None  # local folder or Hub id; left out, the model's own
     train_vocab_size: int | None = None  # train a byte-level BPE of this many tokens on the training text
+    chat_template: str | None = None  # file of a Jinja chat template that replaces the tokenizer's own
 
     def __post_init__(self) -> None:
         check(
@@ -82,35 +71,6 @@ class TokenizerConfig:
         )
         # 256 bytes and the end-of-text token are always there.
         check_at_least("tokenizer", self, {"train_vocab_size": 257})
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The text: exactly one of `standard_library`, `path` and `dataset`."""
-
-    standard_library: bool = False  # the running Python's own standard library sources: no download
-    path: tuple[str, ...] = ()  # files or globs of .txt, .md, .py (a document each) or .jsonl (one a line)
-    dataset: str | None = None  # Hub id or local folder for datasets.load_dataset
-    subset: str | None = None  # configuration name of the Hub dataset
-    split: str = "train"  # split of the Hub dataset that is cut into training and held-out text
-    text_column: str = "text"  # column of the Hub dataset, or key of a .jsonl line, that holds the text
-    max_documents: int | None = None  # use only this many documents; a Hub dataset is then streamed
-    held_out: float = 0.05  # share of the sources kept for validation, and again for test
-    sequence_length: int = 1024  # tokens per packed block
-    evaluation_blocks: int = 64  # held-out blocks that an evaluation reads at most
-    own_text: float = 0.0  # share of the steps, the last ones; every other reads the model's own text, for the exits
-    own_text_rows: int = 128  # blocks of its own text that the model writes for them
-
-    def __post_init__(self) -> None:
-        sources = self.standard_library + bool(self.path) + (self.dataset is not None)
-        check(
-            sources == 1,
-            f"data: give exactly one of standard_library, path and dataset; {sources} are given",
-        )
-        check_at_least("data", self, {"sequence_length": 32, "evaluation_blocks": 1, "max_documents": 3})
-        check_at_least("data", self, {"own_text_rows": 2})
-        check(0 <= self.own_text <= 1, f"data.own_text is {self.own_text}; it is a share of the steps, 0 to 1")
-        check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,21 @@
-"""Where the text comes from, and which of it is held out.
+"""Documents: the text of one source, and which of it is held out.
 
-Every document belongs to a *group* (a module or package of the standard library, a file, a document of a Hub
-dataset). A stable hash of the group's name decides whether it is trained on, used to choose settings
-("validation") or only reported ("test"): siblings never sit on two sides, and more documents never move an
-old one.
+Every document belongs to a *group* (a module or package of the standard library, a file, a text, a prompt). A
+stable hash of the group's name decides whether it is trained on, used to choose settings ("validation") or only
+reported ("test"): siblings never sit on two sides, and more documents never move an old one.
 """
 
-import glob
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from train.config import DataConfig
-from train.errors import TrainingError, first_line
+from train.bad_rows import BadRowError, BadRows
+from train.errors import TrainingError
+from train.messages import Message, conversation, flatten, opening
+from train.rows import Row, read_rows
+from train.text_config import SourceConfig
 
 SPLITS = ("train", "validation", "test")
 
@@ -25,15 +25,17 @@ _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "encodings", "pydoc_data"),
 }
 _SKIPPED_PREFIX = "_sysconfigdata"
-_TEXT_SUFFIXES = {".txt", ".md", ".py"}
 
 
 class Document(NamedTuple):
     """One text and where it is from."""
 
-    text: str
-    name: str  # unique in the corpus: a path, or `path:line`, or `dataset:index`
+    text: str  # of a conversation: what is said in it
+    name: str  # unique in the source: a path, or `path:line`, or `dataset:index`
     group: str  # documents of one group stay on one side of the split
+    split: str = "train"  # one of SPLITS
+    messages: tuple[Message, ...] = ()  # a conversation, for the chat template
+    prompt_length: int = 0  # characters at the beginning of `text` that are given, not learnt
 
 
 def hash_share(text: str) -> float:
@@ -47,26 +49,45 @@ def split_of(group: str, held_out: float) -> str:
     return "test" if share < held_out else "validation" if share < 2 * held_out else "train"
 
 
-def read_documents(data: DataConfig) -> Iterator[Document]:
-    """The documents that `data` names, without empty ones, `data.max_documents` at most.
+def read_documents(source: SourceConfig, held_out: float, bad: BadRows) -> Iterator[Document]:
+    """The documents of `source` with their splits, without empty ones, `source.max_documents` at most of either part.
 
-    Raises `TrainingError` for missing or unreadable files, an unknown dataset or column, and an empty corpus.
+    A share of `source` is held out, or what `eval_path` or `eval_split` names: one half of that for validation,
+    one for test. Raises `TrainingError` for missing or unreadable files, an unknown dataset or column, too many
+    unusable rows, and a source without text.
     """
-    if data.standard_library:
-        documents = _standard_library(data.max_documents)
-    elif data.path:
-        documents = _local_files(data)
+    has_eval = bool(source.eval_path) or source.eval_split is not None
+    count = 0
+    for document in _read_part(source, bad):
+        yield document._replace(split="train" if has_eval else split_of(document.group, held_out))
+        count += 1
+    if count == 0:
+        raise TrainingError(f"the data set is empty: no document of {describe(source)} holds any text")
+    if has_eval:
+        for document in _read_part(source, bad, held_out=True):
+            # Half and half: split_of with 0.5 leaves nothing to train on.
+            yield document._replace(split=split_of(document.group, 0.5))
+
+
+def describe(source: SourceConfig) -> str:
+    """A source in a few words, for messages."""
+    if source.standard_library:
+        return "data.standard_library"
+    return f"data.dataset={source.dataset}" if source.dataset else f"data.path={','.join(source.path)}"
+
+
+def _read_part(source: SourceConfig, bad: BadRows, held_out: bool = False) -> Iterator[Document]:
+    if source.standard_library:
+        documents = _standard_library(source.max_documents)
     else:
-        documents = _hub_dataset(data)
+        documents = _documents_of_rows(source, bad, held_out)
     count = 0
     for document in documents:
         if document.text.strip():
             yield document
             count += 1
-        if count == data.max_documents:
+        if count == source.max_documents:
             return
-    if count == 0:
-        raise TrainingError("the data set is empty: no document of data.path or data.dataset holds any text")
 
 
 def _standard_library(max_documents: int | None) -> Iterator[Document]:
@@ -86,62 +107,57 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
         yield Document(text, path.as_posix(), path.parts[0].removesuffix(".py"))
 
 
-def _local_files(data: DataConfig) -> Iterator[Document]:
-    """Files in the order of their names; a text file, or a line of a .jsonl, is a document and a group."""
-    paths: list[Path] = []
-    for pattern in data.path:
-        found = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
-        found = [path for path in found if path.is_file()]
-        if not found:
-            raise TrainingError(f"data.path: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'")
-        paths.extend(found)
-    for path in dict.fromkeys(paths):  # once, however many patterns match it
-        if path.suffix == ".jsonl":
-            yield from _jsonl(path, data.text_column)
-        elif path.suffix in _TEXT_SUFFIXES:
-            yield Document(_read_text(path), path.as_posix(), path.as_posix())
+def _documents_of_rows(source: SourceConfig, bad: BadRows, held_out: bool) -> Iterator[Document]:
+    first = True
+    for row in read_rows(source, bad, held_out):
+        if first and not row.is_file:
+            _check_columns(row, source)
+            first = False
+        try:
+            yield Document(row.values["text"], row.name, row.name) if row.is_file else to_document(row, source)
+        except BadRowError as error:
+            bad.add(row.name, str(error))
+
+
+def _check_columns(row: Row, source: SourceConfig) -> None:
+    """Raise `TrainingError` if the first row lacks a column: then it is the setting that is wrong, not the row."""
+    for setting, column in source.columns.items():
+        if column not in row.values:
+            raise TrainingError(
+                f"data.{setting} is {column!r}; {row.name.rpartition(':')[0]} has {', '.join(map(str, row.values))}"
+            )
+
+
+def to_document(row: Row, source: SourceConfig) -> Document:
+    """A row as a document. Its group is `group_column`, else the prompt or text itself, so that rows which say the
+    same stay on one side. Raises `BadRowError` for a column that is not there or holds something else."""
+    for column in source.columns.values():
+        if row.values.get(column) is None:
+            raise BadRowError(f"has no {column!r}")
+    messages: tuple[Message, ...] = ()
+    prompt_length = 0
+    if source.messages_column is not None:
+        messages = conversation(row.values[source.messages_column], source.messages_column)
+    elif source.prompt_column is not None and source.completion_column is not None:
+        prompt, completion = row.values[source.prompt_column], row.values[source.completion_column]
+        if source.as_chat:
+            said = conversation(prompt, source.prompt_column, role="user")
+            messages = (*said, *conversation(completion, source.completion_column, role="assistant"))
         else:
-            raise TrainingError(f"data.path: cannot read {path}; known are .jsonl, {', '.join(sorted(_TEXT_SUFFIXES))}")
+            parts = [_text(prompt, source.prompt_column), _text(completion, source.completion_column)]
+            text, prompt_length = "".join(parts), len(parts[0])
+    else:
+        text = _text(row.values[source.text_column], source.text_column)
+    if messages:
+        text = flatten(messages)
+    group = opening(messages) if messages else text[:prompt_length] or text
+    if source.group_column is not None:
+        group = str(row.values[source.group_column])
+    return Document(text, row.name, group, "train", messages, prompt_length)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TrainingError(
-            f"data.path: {path} is not UTF-8 (byte {error.start}); convert it or leave it out"
-        ) from None
-
-
-def _jsonl(path: Path, text_column: str) -> Iterator[Document]:
-    """One document a line. Its group is the text itself: a line that occurs twice stays on one side."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[text_column]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise TrainingError(
-                    f"data.path: line {number} of {path} is no JSON object with the key {text_column!r}; "
-                    "data.text_column names the key"
-                ) from None
-            yield Document(str(text), f"{path.as_posix()}:{number}", str(text))
-
-
-def _hub_dataset(data: DataConfig) -> Iterator[Document]:
-    """A dataset of the Hub (or a local folder that `datasets` knows); grouped by the text, as in `_jsonl`."""
-    import datasets
-
-    assert data.dataset is not None
-    limited = data.max_documents is not None  # streamed, so that only these documents are downloaded
-    try:
-        rows = datasets.load_dataset(data.dataset, data.subset, split=data.split, streaming=limited)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TrainingError(f"data.dataset: cannot load {data.dataset!r}: {first_line(error)}") from None
-    columns = rows.column_names
-    if columns is not None and data.text_column not in columns:
-        raise TrainingError(f"data.text_column is {data.text_column!r}; {data.dataset} has {', '.join(columns)}")
-    for index, row in enumerate(rows):
-        text = str(row[data.text_column])
-        yield Document(text, f"{data.dataset}:{index}", text)
+def _text(value: object, column: str) -> str:
+    """A column's text; numbers are text too. Raises `BadRowError` for lists and mappings."""
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise BadRowError(f"has {type(value).__name__} in {column!r}, not text")

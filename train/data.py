@@ -4,15 +4,17 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from train.bad_rows import BadRows
+from train.blocks import Blocks, Mixture
+from train.chat import ChatTemplate
 from train.config import TrainConfig
-from train.corpus import SPLITS, Document, read_documents, split_of
+from train.corpus import SPLITS, Document, describe, read_documents
 from train.errors import TrainingError
-from train.packing import Blocks, token_dtype, write_tokens
+from train.packing import encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
+from train.text_config import SourceConfig
 from train.vocabulary import build_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,72 +29,129 @@ class Data:
     """What training reads."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    train: Blocks
-    validation: Blocks  # chooses exit_layer and num_draft_tokens
-    test: Blocks  # is only reported
+    train: Mixture
+    validation: Mixture  # chooses exit_layer and num_draft_tokens
+    test: Mixture  # is only reported
+    has_boundaries: bool  # whether a document sees nothing of the others in its block
+    notes: tuple[str, ...]  # what a person should know of the text: rows that were skipped, documents cut
 
 
-def prepare_data(config: TrainConfig) -> dict[str, int]:
-    """Write tokenizer/, data/ and prompts/ into the run folder unless there; returns tokens per split.
+def prepare_data(config: TrainConfig) -> None:
+    """Write tokenizer/, data/ and prompts/ into the run folder unless they are there.
 
     Called by one process. The same run always finds the same files, so a resumed run reads the tokens it
     began with, whatever has become of the text since. Raises `TrainingError` for text that cannot be used.
     """
     folder = config.run.folder
-    manifest = folder / "data" / "manifest.json"  # written last: its presence says that all is there
+    manifest = _manifest(folder)
     if manifest.is_file():
-        counts: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["tokens"]
-        return counts
+        return
     tokenizer = build_tokenizer(config, _training_texts(config))
     tokenizer.save_pretrained(folder / "tokenizer")
-    manifest.parent.mkdir(exist_ok=True)
+    template = ChatTemplate(tokenizer) if any(source.is_chat for source in config.data.all_sources) else None
     held_out: dict[str, list[Document]] = {split: [] for split in _HELD_OUT}
-    documents = _keep_held_out(read_documents(config.data), config.data.held_out, held_out)
-    counts = write_tokens(documents, tokenizer, config.data.held_out, manifest.parent)
-    _check_counts(counts, config)
+    records = [
+        _write_source(config, number, source, tokenizer, template, held_out)
+        for number, source in enumerate(config.data.all_sources)
+    ]
+    _check_counts(records, config)
     for split, kept in held_out.items():
-        write_prompts(choose_prompts(kept, tokenizer), folder / "prompts" / f"{split}.jsonl")
-    manifest.write_text(json.dumps({"tokens": counts, "vocab_size": len(tokenizer)}) + "\n", encoding="utf-8")
-    return counts
+        write_prompts(choose_prompts(kept, tokenizer, template), folder / "prompts" / f"{split}.jsonl")
+    manifest.write_text(
+        json.dumps({"sources": records, "vocab_size": len(tokenizer)}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
-def open_data(config: TrainConfig) -> Data:
-    """The data that `prepare_data` wrote. Raises `TrainingError` if a split does not hold a single block."""
-    folder = config.run.folder
+def open_data(config: TrainConfig, has_boundaries: bool | None = None) -> Data:
+    """The data that `prepare_data` wrote; `has_boundaries` overrides the setting.
+
+    Raises `TrainingError` if a source has no block to train on, or a held-out split none in any source.
+    """
+    folder, data = config.run.folder, config.data
+    has_boundaries = data.has_boundaries if has_boundaries is None else has_boundaries
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    dtype: np.dtype = token_dtype(len(tokenizer))  # type: ignore[type-arg]
-    splits = {split: Blocks(_token_file(folder, split), dtype, config.data.sequence_length) for split in SPLITS}
-    return Data(tokenizer, **splits)
+    dtype, weights = token_dtype(len(tokenizer)), [source.weight for source in data.all_sources]
+    splits = {}
+    for split in SPLITS:
+        paths = [_folder(config, number) / f"{split}.bin" for number in range(len(weights))]
+        # Of a small source there may be nothing to hold out, as long as there is of others.
+        least = 1 if split == "train" or len(paths) == 1 else 0
+        parts = [Blocks(path, dtype, data.sequence_length, has_boundaries, least) for path in paths]
+        if not any(map(len, parts)):
+            raise TrainingError(
+                f"no source has a whole block of {split} text: lower data.sequence_length, or give more"
+            )
+        splits[split] = Mixture(parts, weights)
+    records = json.loads(_manifest(folder).read_text(encoding="utf-8"))["sources"]
+    notes = tuple(f"{record['source']}: {note}" for record in records for note in record["notes"])
+    return Data(tokenizer, **splits, has_boundaries=has_boundaries, notes=notes)
 
 
-def _token_file(folder: Path, split: str) -> Path:
-    return folder / "data" / f"{split}.bin"
+def _manifest(folder: Path) -> Path:
+    """Written last: its presence says that all is there."""
+    return folder / "data" / "manifest.json"
+
+
+def _folder(config: TrainConfig, number: int) -> Path:
+    """Where the token files of source `number` are: each in a folder of its own, if there are several."""
+    folder = config.run.folder / "data"
+    return folder / f"source-{number}" if config.data.sources else folder
+
+
+def _write_source(
+    config: TrainConfig,
+    number: int,
+    source: SourceConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    template: ChatTemplate | None,
+    held_out: dict[str, list[Document]],
+) -> dict[str, Any]:
+    """Write one source's token files; returns its record: {"source", "tokens" by split, "bad_rows", "notes"}."""
+    data = config.data
+    bad = BadRows(data.max_bad_rows)
+    documents = _keep_held_out(read_documents(source, data.held_out, bad), held_out)
+    encoded = encode_documents(documents, tokenizer, template, bad)
+    block = data.sequence_length if source.has_answers else None
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    counts, num_cut = write_tokens(encoded, token_dtype(len(tokenizer)), _folder(config, number), block, padding)
+    notes = [bad.report()]
+    if num_cut:
+        notes.append(f"{num_cut} documents are longer than data.sequence_length and were cut to it")
+    if template is not None and template.last_answers_only:
+        notes.append(f"of {template.last_answers_only} conversations only the last answer is learnt (chat template)")
+        template.last_answers_only = 0
+    return {
+        "source": describe(source),
+        "tokens": counts,
+        "bad_rows": bad.count,
+        "notes": [note for note in notes if note],
+    }
 
 
 def _training_texts(config: TrainConfig) -> Iterator[str]:
     """The texts a tokenizer may be trained on: held-out text is not among them."""
-    for document in read_documents(config.data):
-        if split_of(document.group, config.data.held_out) == "train":
-            yield document.text
+    for source in config.data.all_sources:
+        for document in read_documents(source, config.data.held_out, BadRows(config.data.max_bad_rows)):
+            if document.split == "train":
+                yield document.text
 
 
-def _keep_held_out(
-    documents: Iterable[Document], held_out: float, kept: dict[str, list[Document]]
-) -> Iterator[Document]:
+def _keep_held_out(documents: Iterable[Document], kept: dict[str, list[Document]]) -> Iterator[Document]:
     """Pass the documents on, and put the first held-out ones into `kept`."""
+    room = {split: len(some) + _DOCUMENTS_FOR_PROMPTS for split, some in kept.items()}
     for document in documents:
-        split = split_of(document.group, held_out)
-        if split in kept and len(kept[split]) < _DOCUMENTS_FOR_PROMPTS:
+        split = document.split
+        if split in kept and len(kept[split]) < room[split]:
             kept[split].append(document)
         yield document
 
 
-def _check_counts(counts: dict[str, int], config: TrainConfig) -> None:
+def _check_counts(records: list[dict[str, Any]], config: TrainConfig) -> None:
     """Raise `TrainingError` if chance (or too few sources) left a split without text."""
-    empty = [split for split, count in counts.items() if count == 0]
+    empty = [split for split in SPLITS if not any(record["tokens"][split] for record in records)]
     if empty:
         raise TrainingError(
             f"no text for {' and '.join(empty)}: the sources are too few for data.held_out="
             f"{config.data.held_out}; give more files (text is held out by whole files, or "
-            "lines of a .jsonl) or change data.held_out"
+            "rows of a table) or change data.held_out"
         )

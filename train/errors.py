@@ -1,4 +1,7 @@
-"""The two errors a user can cause, printed as one line; anything else is a bug and keeps its traceback."""
+"""The two errors a user can cause, printed as one line; anything else is a bug and keeps its traceback.
+
+With them, the checks of settings that raise the first.
+"""
 
 
 class ConfigError(ValueError):
@@ -12,3 +15,16 @@ class TrainingError(RuntimeError):
 def first_line(error: Exception) -> str:
     """What a library's many-lined error says first."""
     return str(error).strip().partition("\n")[0]
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise `ConfigError(message)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def check_at_least(section: str, values: object, limits: dict[str, float]) -> None:
+    """Raise `ConfigError` for the first attribute of `values` that lies below its limit; None passes."""
+    for name, limit in limits.items():
+        value = getattr(values, name)
+        check(value is None or value >= limit, f"{section}.{name} is {value}; it must be at least {limit}")

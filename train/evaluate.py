@@ -9,10 +9,11 @@ from accelerate import Accelerator
 
 from layerskip.anatomy import num_layers
 from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_costs, measure_exits
+from train.blocks import IGNORED, Mixture
 from train.config import TrainConfig
 from train.console import Reporter
+from train.continuations import continue_prompts, end_ids
 from train.engine import autocast, is_sharded
-from train.packing import Blocks
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Evaluator:
             context = min(_COSTS_CONTEXT, config.data.sequence_length // 2)
             self.costs = measure_costs(timed, self.exits, context=context)
 
-    def measure(self, model: torch.nn.Module, blocks: Blocks) -> Evaluation:
+    def measure(self, model: torch.nn.Module, blocks: Mixture) -> Evaluation:
         """All exits on at most `data.evaluation_blocks` blocks.
 
         Every process reads the same blocks: a sharded model needs all of them in each forward, and a whole
@@ -76,11 +77,11 @@ class Evaluator:
         device = self.accelerator.device
         batches = blocks.batches(self.config.optim.micro_batch_size, self.config.data.evaluation_blocks)
         with autocast(self.accelerator, self.config):
-            measured = measure_exits(model, (batch.to(device) for batch in batches), self.exits)
+            measured = measure_exits(model, (batch.inputs(device) for batch in batches), self.exits)
         last = measured.pop(self.num_layers)
         return Evaluation(last.loss, measured, best_setting(measured, self.costs) if self.costs else [])
 
-    def forecast(self, model: "PreTrainedModel", blocks: Blocks) -> list[Forecast]:
+    def forecast(self, model: "PreTrainedModel", blocks: Mixture) -> list[Forecast]:
         """Every setting, best first, as it would do on the model's own greedy continuations of held-out text.
 
         A model's own text is what its exits will have to follow, and it is unlike other text: a small model
@@ -88,33 +89,23 @@ class Evaluator:
         """
         if self.costs is None:
             return []
-        [prompts] = blocks.batches(_CONTINUATIONS, _CONTINUATIONS)
-        start = prompts.shape[1] // 3
-        ids = prompts[:, :start].to(self.accelerator.device)
-        end = model.generation_config.eos_token_id
-        training = model.training
-        model.eval()
-        try:
-            with autocast(self.accelerator, self.config):
-                texts = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    min_new_tokens=2,
-                    max_new_tokens=prompts.shape[1] - start,
-                    pad_token_id=end[0] if isinstance(end, list) else end,
-                )
-                rows = [_until_end(text, start, end) for text in texts]
-                measured = measure_exits(model, rows, self.exits, start)
-        finally:
-            model.train(training)
+        prompts = blocks.prompts(_CONTINUATIONS)
+        ends = end_ids(model, None)
+        length = max(8, self.config.data.sequence_length - max(map(len, prompts)))
+        with autocast(self.accelerator, self.config):
+            texts = continue_prompts(model, prompts, length, ends[0] if ends else 0, ends, min_new_tokens=2)
+            pairs = zip(prompts, texts, strict=True)
+            rows = [_continued(prompt, text, self.accelerator.device) for prompt, text in pairs]
+            measured = measure_exits(model, rows, self.exits)
         return best_setting(measured, self.costs)
 
 
-def _until_end(text: torch.Tensor, start: int, end: int | list[int] | None) -> torch.Tensor:
-    """(1, n) tokens of `text` (length,), cut after the first end of sequence behind its prompt of `start` tokens."""
-    ends = torch.isin(text[start:], torch.tensor(end if end is not None else [], device=text.device)).nonzero()
-    return text[None, : start + int(ends[0]) + 1] if len(ends) else text[None]
+def _continued(prompt: torch.Tensor, text: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    """A prompt and its continuation as one row, (1, length) each, of which the continuation counts."""
+    ids = torch.cat([prompt, text]).to(device)[None]
+    labels = ids.clone()
+    labels[:, : len(prompt)] = IGNORED
+    return {"input_ids": ids, "labels": labels}
 
 
 def report(evaluation: Evaluation, split: str, step: int, reporter: Reporter, tracker: Tracker) -> None:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from train.blocks import IGNORED, Batch, Mixture
 from train.checkpoint import latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
@@ -25,8 +26,8 @@ from train.finish import finish, is_finished, record_before
 from train.interrupts import Interrupts
 from train.meter import Meter
 from train.optim import learning_rate, set_learning_rate
+from train.order import micro_batches
 from train.own_text import open_own_text, reads_own_text
-from train.packing import Blocks, block_index, micro_batches
 from train.setup import Run, set_up
 from train.tracking import Tracker
 
@@ -44,7 +45,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
     tokens_per_step = optim.global_batch_size * config.data.sequence_length
     meter = Meter(run.handle.num_layers, accelerator.device)
-    own_text: Blocks | None = None  # once it is written
+    own_text: Mixture | None = None  # once it is written
 
     with (
         Interrupts() as interrupts,
@@ -69,10 +70,10 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             if is_own and own_text is None:
                 reporter.say(f"the model continues {config.data.own_text_rows} texts, for its exits to follow")
                 own_text = open_own_text(run)
-            blocks = own_text if is_own and own_text is not None else run.data.train
-            # This process's rows of the whole accumulation window: [(micro_batch, sequence_length), ...]
+            text = own_text if is_own and own_text is not None else run.data.train
+            # This process's rows of the whole accumulation window: batches of (micro_batch, sequence_length).
             window = [
-                blocks.rows(block_index(config.run.seed, i, len(blocks)) for i in positions)
+                text.read(config.run.seed, positions)
                 for positions in micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
             ]
             # Losses are sums divided by the targets of the whole window over all processes, so that every
@@ -82,12 +83,12 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
             scale = len(window) * processes
 
             stop, gradient_norm = False, 0.0
-            for micro_step, rows in enumerate(window):
+            for micro_step, batch in enumerate(window):
                 run.handle.set_step(step, micro_step, rank * optim.micro_batch_size, own_text=is_own)
                 with accelerator.accumulate(model):
-                    ids = rows.to(accelerator.device)
+                    inputs = batch.inputs(accelerator.device)
                     with autocast(accelerator, config):
-                        loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
+                        loss = model(**inputs, num_items_in_batch=num_items, use_cache=False).loss
                     meter.add(loss, run.handle.losses)
                     if accelerator.sync_gradients:  # before backward: DeepSpeed steps inside it
                         stop = agree(run, meter.step_loss, interrupts)
@@ -130,6 +131,8 @@ def announce(run: Run, reporter: Reporter) -> None:
     blocks = {"train": run.data.train, "validation": run.data.validation, "test": run.data.test}
     tokens = ", ".join(f"{len(b) * config.data.sequence_length:,} {split}" for split, b in blocks.items())
     reporter.say(f"{config.run.name}: {parameters:,} parameters, {run.handle.num_layers} layers; tokens: {tokens}")
+    for note in run.data.notes:
+        reporter.say(note)
     kind = accelerator.distributed_type
     engine = "1 process" if kind == DistributedType.NO else f"{kind.value} over {accelerator.num_processes} processes"
     where = f"resumed from {run.resumed}" if run.resumed else "from the start"
@@ -141,10 +144,11 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
-def count_targets(window: Sequence[Tensor], accelerator: Accelerator) -> int:
-    """Predicted tokens in the label rows (micro_batch, sequence_length) of a window, over all processes."""
-    count = sum(int((labels[:, 1:] != -100).sum()) for labels in window)
-    return int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum"))
+def count_targets(window: Sequence[Batch], accelerator: Accelerator) -> int:
+    """Predicted tokens of a window over all processes, at least 1: without any the loss is 0, and is not divided
+    by 0, and the step is taken as on every other process."""
+    count = sum(int((batch.labels[:, 1:] != IGNORED).sum()) for batch in window)
+    return max(1, int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum")))
 
 
 def agree(run: Run, step_loss: Tensor, interrupts: Interrupts) -> bool:

@@ -7,14 +7,15 @@ learn, from the last layer's distribution: the model is not taught its own words
 """
 
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from train.blocks import Blocks, Mixture
 from train.config import TrainConfig
-from train.engine import autocast
-from train.packing import Blocks, token_dtype
+from train.continuations import Sampling, continue_prompts
+from train.engine import autocast, is_sharded
+from train.packing import token_dtype
 from train.setup import Run
 
 _FILE = "own.bin"
@@ -27,43 +28,41 @@ def reads_own_text(config: TrainConfig, step: int) -> bool:
     return step >= first and (step - first) % 2 == 0
 
 
-def open_own_text(run: Run) -> Blocks:
-    """The model's own text, written by the first process from the model as it is now unless it is there already.
+def open_own_text(run: Run) -> Mixture:
+    """The model's own text, written from the model as it is now unless it is there already.
 
-    Every process calls this, at the same step. A resumed run finds the text that was written before.
+    Every process calls this, at the same step; the first one writes, and a sharded model needs all to run it. A
+    resumed run finds the text that was written before.
     """
     path = run.config.run.folder / "data" / _FILE
-    if run.accelerator.is_main_process and not path.is_file():
-        _write(run, path)
+    is_main, there = run.accelerator.is_main_process, path.is_file()
+    run.accelerator.wait_for_everyone()  # until all have looked
+    if not there and (is_main or is_sharded(run.accelerator)):
+        tokens = _continue_text(run)
+        if is_main:
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(np.ascontiguousarray(tokens.numpy().astype(_dtype(run))).tobytes())
+            os.replace(partial, path)
     run.accelerator.wait_for_everyone()
-    return Blocks(path, token_dtype(len(run.data.tokenizer)), run.config.data.sequence_length)
+    return Mixture([Blocks(path, _dtype(run), run.config.data.sequence_length)], [1.0])
 
 
-def _write(run: Run, path: Path) -> None:
-    """Half of the rows greedy, half sampled: (own_text_rows, sequence_length) token ids."""
-    data = run.config.data
-    rows = run.data.train.rows(range(min(data.own_text_rows, len(run.data.train))))
-    prompts = rows[:, : data.sequence_length // _PROMPT_SHARE].to(run.accelerator.device)
+def _dtype(run: Run) -> np.dtype:  # type: ignore[type-arg]
+    return token_dtype(len(run.data.tokenizer))
+
+
+def _continue_text(run: Run) -> torch.Tensor:
+    """Blocks of training text that the model goes on with, half of them greedy and half sampled:
+    (own_text_rows, sequence_length) ids. Rows have one length: a new document begins after an end."""
+    data, seed = run.config.data, run.config.run.seed
+    prompts = run.data.train.first(data.own_text_rows).input_ids[:, : data.sequence_length // _PROMPT_SHARE]
     model = run.accelerator.unwrap_model(run.model)
-    training = model.training
-    model.eval()
-    try:
-        with autocast(run.accelerator, run.config):
-            texts = [
-                model.generate(
-                    some,
-                    attention_mask=torch.ones_like(some),
-                    do_sample=do_sample,
-                    max_new_tokens=data.sequence_length - prompts.shape[1],
-                    eos_token_id=None,  # rows of one length; a new document begins after an end
-                    pad_token_id=run.data.tokenizer.eos_token_id,
-                )
-                for some, do_sample in zip(prompts.tensor_split(2), (False, True), strict=True)
-                if len(some)
-            ]
-    finally:
-        model.train(training)
-    tokens = torch.cat(texts).cpu().numpy().astype(token_dtype(len(run.data.tokenizer)))
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(np.ascontiguousarray(tokens).tobytes())
-    os.replace(partial, path)
+    greedy, sampled = prompts.tensor_split(2)
+    seeds = np.random.SeedSequence([seed, len(prompts)]).generate_state(len(sampled)).tolist()
+    padding = run.data.tokenizer.eos_token_id
+    length = data.sequence_length - prompts.shape[1]
+    with autocast(run.accelerator, run.config):
+        rows = continue_prompts(model, list(greedy), length, padding)
+        if len(sampled):
+            rows += continue_prompts(model, list(sampled), length, padding, seeds=seeds, sampling=Sampling())
+    return torch.cat([prompts, torch.stack(rows)], dim=1)

@@ -1,26 +1,31 @@
-"""From documents to blocks of tokens, and the order in which training reads them.
+"""From documents to files of tokens, and of marks beside them.
 
-A split is one long file of token ids: every document's tokens, an end-of-text token after each. Block i is
-tokens [i·T, (i+1)·T); only the tail shorter than a block is never read. Files are memory-mapped, so size is
-no matter.
+A split of a source is one long file of token ids, `<split>.bin`, and one of a byte a token, `<split>.marks`, that
+says which tokens are learnt and where documents begin. Block i is tokens [i·T, (i+1)·T), see `blocks.py`.
+
+Text is joined without a gap, an end-of-text token after each document: nothing but the last tail is lost. Prompts
+with answers are not cut, since half an answer without its prompt teaches little: each goes into the open block that
+it fits best, and what is left of a block is padding, which is not learnt.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 
-from train.corpus import SPLITS, Document, split_of
-from train.errors import TrainingError
+from train.bad_rows import BadRowError, BadRows
+from train.chat import ChatTemplate, Encoded
+from train.corpus import SPLITS, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TARGET, START = 1, 2  # bits of a mark: the token is learnt; a document begins at it
+
 _DOCUMENTS_PER_CALL = 256  # given to the tokenizer at once, which then uses its own threads
+_OPEN_BLOCKS = 64  # blocks with room left, in which the next answer may go
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -36,23 +41,128 @@ def encode(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[
     return [ids if ids and ids[-1] == eos else [*ids, eos] for ids in encoded]
 
 
+def encode_documents(
+    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate | None, bad: BadRows
+) -> Iterator[tuple[Document, Encoded]]:
+    """Each document with its tokens; conversations that `template` cannot render go to `bad`."""
+    for batch in _batched(documents, _DOCUMENTS_PER_CALL):
+        plain = [document.text for document in batch if not document.messages and not document.prompt_length]
+        encoded = iter(encode(plain, tokenizer) if plain else [])
+        for document in batch:
+            if document.messages:
+                assert template is not None
+                try:
+                    yield document, template.encode(document.messages)
+                except BadRowError as error:
+                    bad.add(document.name, str(error))
+            elif document.prompt_length:
+                yield document, _encode_pair(document, tokenizer)
+            else:
+                ids = next(encoded)
+                yield document, Encoded(ids, [True] * len(ids))
+
+
+def _encode_pair(document: Document, tokenizer: "PreTrainedTokenizerBase") -> Encoded:
+    """Prompt and completion, tokenized apart as they are when decoding; the completion is learnt, and its end."""
+    eos = tokenizer.eos_token_id
+    prompt = tokenizer(document.text[: document.prompt_length], verbose=False)["input_ids"]
+    prompt = prompt[:-1] if prompt and prompt[-1] == eos else prompt
+    completion = tokenizer(document.text[document.prompt_length :], add_special_tokens=False, verbose=False)
+    ids = [*completion["input_ids"], eos]
+    return Encoded([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
+
+
 def write_tokens(
-    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", held_out: float, folder: Path
-) -> dict[str, int]:
-    """Write `<split>.bin` for each split into `folder`; returns the number of tokens of each."""
-    dtype = token_dtype(len(tokenizer))
-    files: dict[str, BinaryIO] = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
+    encoded: Iterable[tuple[Document, Encoded]],
+    dtype: np.dtype[Any],
+    folder: Path,
+    block: int | None = None,
+    padding: int = 0,
+) -> tuple[dict[str, int], int]:
+    """Write `<split>.bin` and `<split>.marks` for each split into `folder`.
+
+    Returns the number of tokens of each split, and how many documents were longer than a block and cut.
+
+    Args:
+        encoded: documents with their tokens.
+        dtype: of the token file.
+        block: the block's length, if documents are to stay whole (longer ones are cut to it); None joins them.
+        padding: id of the tokens that fill blocks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {split: _TokenFile(folder / f"{split}.bin", dtype) for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
+    packers = {split: BestFit(block, padding) for split in SPLITS} if block is not None else {}
     try:
-        for batch in _batched(documents, _DOCUMENTS_PER_CALL):
-            for document, ids in zip(batch, encode([d.text for d in batch], tokenizer), strict=True):
-                split = split_of(document.group, held_out)
-                files[split].write(np.asarray(ids, dtype=dtype).tobytes())
-                counts[split] += len(ids)
+        for document, (ids, targets) in encoded:
+            marks = [TARGET * target for target in targets]
+            marks[0] |= START
+            counts[document.split] += len(ids[:block])
+            if document.split in packers:
+                for row in packers[document.split].add(ids, marks):
+                    files[document.split].write(*row)
+            else:
+                files[document.split].write(ids, marks)
+        for split, packer in packers.items():
+            for row in packer.close():
+                files[split].write(*row)
     finally:
         for file in files.values():
             file.close()
-    return counts
+    return counts, sum(packer.num_cut for packer in packers.values())
+
+
+class _TokenFile:
+    """A file of tokens and the file of marks beside it."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._tokens: BinaryIO = path.open("wb")
+        self._marks: BinaryIO = path.with_suffix(".marks").open("wb")
+        self._dtype = dtype
+
+    def write(self, ids: list[int], marks: list[int]) -> None:
+        self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
+        self._marks.write(bytes(marks))
+
+    def close(self) -> None:
+        self._tokens.close()
+        self._marks.close()
+
+
+class BestFit:
+    """Puts whole documents into blocks: each into the open block that it leaves least room in."""
+
+    def __init__(self, length: int, padding: int) -> None:
+        self._length, self._padding = length, padding
+        self._open: list[tuple[list[int], list[int]]] = []  # ids and marks of blocks that are not full, oldest first
+        self.num_cut = 0  # documents longer than a block
+
+    def add(self, ids: list[int], marks: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Place a document, cut to a block's length; returns the blocks that are done, none or one."""
+        self.num_cut += len(ids) > self._length
+        ids, marks = ids[: self._length], marks[: self._length]
+        fitting = [row for row in self._open if len(row[0]) + len(ids) <= self._length]
+        row = max(fitting, key=lambda row: len(row[0]), default=None)
+        if row is None:
+            row = ([], [])
+            self._open.append(row)
+        row[0].extend(ids)
+        row[1].extend(marks)
+        if len(row[0]) == self._length or len(self._open) > _OPEN_BLOCKS:
+            done = max(self._open, key=lambda row: len(row[0]))
+            self._open = [row for row in self._open if row is not done]
+            return [self._filled(done)]
+        return []
+
+    def close(self) -> list[tuple[list[int], list[int]]]:
+        """The blocks that are still open."""
+        rows, self._open = [self._filled(row) for row in self._open], []
+        return rows
+
+    def _filled(self, row: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+        """The block, filled up with padding that begins a document of its own and is not learnt."""
+        room = self._length - len(row[0])
+        return [*row[0], *[self._padding] * room], [*row[1], *[START][:room], *[0] * (room - 1)]
 
 
 def _batched(items: Iterable[Document], size: int) -> Iterator[list[Document]]:
@@ -60,60 +170,3 @@ def _batched(items: Iterable[Document], size: int) -> Iterator[list[Document]]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
-
-
-class Blocks:
-    """The blocks of one split: `len(blocks)` of them, each `sequence_length` tokens."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], sequence_length: int) -> None:
-        """Map the token file `path`. Raises `TrainingError` if it does not hold a single block."""
-        size = path.stat().st_size // dtype.itemsize
-        if size < sequence_length:
-            raise TrainingError(
-                f"the {path.stem} text has {size} tokens, data.sequence_length is {sequence_length}: "
-                "lower it, give more text, or raise data.held_out" + (" less" if path.stem == "train" else "")
-            )
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-        self._blocks = tokens[: size // sequence_length * sequence_length].reshape(-1, sequence_length)
-
-    def __len__(self) -> int:
-        return int(self._blocks.shape[0])
-
-    def rows(self, indices: Iterable[int]) -> torch.Tensor:
-        """The blocks `indices` as input ids, int64 (len(indices), sequence_length)."""
-        return torch.from_numpy(self._blocks[list(indices)].astype(np.int64))
-
-    def batches(self, batch_size: int, num_blocks: int) -> Iterator[torch.Tensor]:
-        """`num_blocks` blocks spread evenly over the split, int64 (≤ batch_size, sequence_length) each."""
-        count = min(num_blocks, len(self))
-        chosen = [i * len(self) // count for i in range(count)]
-        for start in range(0, count, batch_size):
-            yield self.rows(chosen[start : start + batch_size])
-
-
-@lru_cache(maxsize=2)  # a batch may lie across two epochs
-def _permutation(seed: int, epoch: int, num_blocks: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng([seed, epoch]).permutation(num_blocks)
-
-
-def block_index(seed: int, position: int, num_blocks: int) -> int:
-    """The block that the run's sequence number `position` reads: a pure function, so that resuming is exact.
-
-    Every epoch (num_blocks positions) visits each block once, in an order drawn from (seed, epoch).
-    """
-    epoch, offset = divmod(position, num_blocks)
-    return int(_permutation(seed, epoch, num_blocks)[offset])
-
-
-def micro_batches(
-    step: int, global_batch_size: int, micro_batch_size: int, rank: int, num_processes: int
-) -> list[range]:
-    """Sequence numbers that process `rank` reads in optimizer step `step`: one range per micro-step.
-
-    In each micro-step the processes' ranges lie side by side, so that the rows of a step are the same however
-    many processes share them.
-    """
-    start = step * global_batch_size
-    stride = micro_batch_size * num_processes
-    first_rows = range(start + rank * micro_batch_size, start + global_batch_size, stride)
-    return [range(first, first + micro_batch_size) for first in first_rows]

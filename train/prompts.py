@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.bad_rows import BadRowError
 from train.corpus import Document, hash_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from train.chat import ChatTemplate
 
 PROMPTS_PER_SPLIT = 24
 PROMPT_TOKENS = 96
@@ -22,15 +25,22 @@ _PART = re.compile(r"(?<=\n\n)(?=[^\s#)\]}])")
 
 
 def choose_prompts(
-    documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", count: int = PROMPTS_PER_SPLIT
+    documents: Iterable[Document],
+    tokenizer: "PreTrainedTokenizerBase",
+    template: "ChatTemplate | None" = None,
+    count: int = PROMPTS_PER_SPLIT,
 ) -> list[str]:
     """At most `count` prompts of about `PROMPT_TOKENS` tokens: beginnings of documents and of parts of them.
 
     Every document gives one prompt before any gives a second. The order of the documents is a hash of their
-    names, so that the prompts do not all come from the first folder.
+    names, so that the prompts do not all come from the first folder. A conversation gives what `template` makes of
+    it up to its last answer, if that is short enough.
     """
     ordered = sorted(documents, key=lambda document: hash_share(document.name))
-    per_document = [_beginnings(document.text, tokenizer) for document in ordered]
+    per_document = [
+        _conversation(document, tokenizer, template) if document.messages else _beginnings(_given(document), tokenizer)
+        for document in ordered
+    ]
     chosen: dict[str, None] = {}
     for prompts in itertools.zip_longest(*per_document):
         for prompt in prompts:
@@ -39,6 +49,27 @@ def choose_prompts(
             if len(chosen) == count:
                 return list(chosen)
     return list(chosen)
+
+
+def _given(document: Document) -> str:
+    """The prompt, if the document is one with its completion; else all of it."""
+    return document.text[: document.prompt_length] if document.prompt_length else document.text
+
+
+def _conversation(
+    document: Document, tokenizer: "PreTrainedTokenizerBase", template: "ChatTemplate | None"
+) -> Iterator[str]:
+    """The rendered prompt of the last answer, without the token that the tokenizer puts before every text itself;
+    none if it is longer than `PROMPT_TOKENS`: half of it would be another question."""
+    assert template is not None
+    try:
+        prompt = template.prompt(document.messages)
+    except BadRowError:
+        return
+    if tokenizer.bos_token and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+        prompt = prompt.removeprefix(tokenizer.bos_token)
+    if len(tokenizer(prompt, verbose=False)["input_ids"]) <= PROMPT_TOKENS:
+        yield prompt
 
 
 def _beginnings(text: str, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:

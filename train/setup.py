@@ -1,5 +1,6 @@
 """From settings to a run that can step: folder, engine, data, model, optimizer, checkpoint."""
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from huggingface_hub import get_token
 import layerskip
 from layerskip.hub import HubError, check_repo_id
 from train import run_folder
+from train.boundaries import why_not_apart
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
 from train.config import TrainConfig
 from train.data import Data, open_data, prepare_data
-from train.engine import accumulation_steps, build_accelerator
+from train.engine import accumulation_steps, autocast, build_accelerator
 from train.errors import ConfigError, TrainingError
 from train.evaluate import Evaluator
 from train.model import build_model, build_model_config, fit_vocabulary
@@ -71,6 +73,7 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     if resumed:
         load_training_state(accelerator, optimizer, resumed)
+    data = _keep_apart(data, wrapped, accelerator, config)
     progress = read_progress(resumed) if resumed else Progress()
     return Run(config, accelerator, data, wrapped, handle, optimizer, evaluator, progress, resumed)
 
@@ -95,6 +98,27 @@ def _hang_recipe(accelerator: Accelerator, model: "PreTrainedModel", config: Tra
         return evaluator, layerskip.prepare(model, config.recipe)
     except layerskip.UnsupportedModelError as error:
         raise TrainingError(str(error)) from None
+
+
+def _keep_apart(data: Data, model: torch.nn.Module, accelerator: Accelerator, config: TrainConfig) -> Data:
+    """The data, without boundaries where the model cannot keep to them and nobody asked for them by name.
+
+    Raises `ConfigError` if `data.respect_boundaries` is true, and the model cannot.
+    """
+    reason = ""
+    if data.has_boundaries:
+        with autocast(accelerator, config):
+            reason = why_not_apart(model, min(2, config.optim.micro_batch_size), accelerator.device)
+    if not reason:
+        return data
+    if config.data.respect_boundaries:
+        raise ConfigError(
+            f"data.respect_boundaries is true, but {reason}: set model.attn_implementation to sdpa or eager, "
+            "or data.respect_boundaries=false"
+        )
+    note = f"conversations in one block see each other: {reason}"
+    apart = open_data(config, has_boundaries=False)
+    return dataclasses.replace(apart, notes=(*apart.notes, note))
 
 
 def _quiet_libraries(main: bool) -> None:

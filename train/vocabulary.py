@@ -1,6 +1,7 @@
 """The tokenizer: the checkpoint's, another one's, or a byte-level BPE trained on the training text."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import TrainConfig
@@ -18,10 +19,22 @@ def build_tokenizer(config: TrainConfig, training_texts: Iterable[str]) -> "PreT
     Raises `TrainingError` if it cannot be loaded or has no end-of-text token (documents are joined with it).
     """
     if config.tokenizer.train_vocab_size is not None:
-        return train_tokenizer(training_texts, config.tokenizer.train_vocab_size)
-    name = config.tokenizer.name_or_path or config.model.name_or_path
-    assert name is not None  # TrainConfig checks it
-    return load_tokenizer(name)
+        tokenizer = train_tokenizer(training_texts, config.tokenizer.train_vocab_size)
+    else:
+        name = config.tokenizer.name_or_path or config.model.name_or_path
+        assert name is not None  # TrainConfig checks it
+        tokenizer = load_tokenizer(name)
+    if config.tokenizer.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.tokenizer.chat_template).expanduser())
+    return tokenizer
+
+
+def _read_template(path: Path) -> str:
+    """The chat template in a file. Raises `TrainingError` if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"tokenizer.chat_template: cannot read {path}: {first_line(error)}") from None
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

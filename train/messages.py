@@ -1,0 +1,59 @@
+"""Conversations as data: lists of {role, content}, checked, before any template sees them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from train.bad_rows import BadRowError
+
+Message = Mapping[str, Any]
+
+ASSISTANT = "assistant"
+
+
+def conversation(value: Any, column: str, role: str | None = None) -> tuple[Message, ...]:
+    """A column's value as messages; where `role` is given, a lone text is one message of that role.
+
+    Raises `BadRowError` for what is no list of {role, content}, and where something must be learnt (`role` is
+    not "user") and no assistant speaks.
+    """
+    if isinstance(value, str) and role is not None:
+        return ({"role": role, "content": value},)
+    if isinstance(value, str):  # a list in a .csv is its JSON
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise BadRowError(f"has text in {column!r}, not a list of {{role, content}}") from None
+    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
+        raise BadRowError(f"has {type(value).__name__} in {column!r}, not a list of {{role, content}}")
+    messages = tuple(_message(message, number, column) for number, message in enumerate(value, start=1))
+    # What is said after the last answer is not learnt and leads to nothing.
+    while role != "user" and messages and messages[-1]["role"] != ASSISTANT:
+        messages = messages[:-1]
+    if not messages:
+        raise BadRowError(f"has no message of an assistant in {column!r}" if role != "user" else f"has no {column!r}")
+    return messages
+
+
+def _message(message: Mapping[str, Any], number: int, column: str) -> Message:
+    """One message without the keys that are None (a table has all keys in every row)."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(kept.get("role"), str):
+        raise BadRowError(f"has no role in message {number} of {column!r}")
+    if not isinstance(kept.get("content", "" if "tool_calls" in kept else None), str):
+        raise BadRowError(f"has no text content in message {number} of {column!r}")
+    return kept
+
+
+def flatten(messages: Sequence[Message]) -> str:
+    """What is said, a paragraph a message: for a tokenizer to be trained on; empty if no answer says anything."""
+    if not any(message.get("content", "").strip() for message in messages if message["role"] == ASSISTANT):
+        return ""
+    return "\n\n".join(message.get("content", "") for message in messages)
+
+
+def opening(messages: Sequence[Message]) -> str:
+    """Everything before the first answer, as one text: what makes two conversations the same prompt."""
+    answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+    before = messages[: answers[0]] if answers else messages
+    return json.dumps([dict(message) for message in before or messages], ensure_ascii=False, sort_keys=True)
