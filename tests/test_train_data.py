@@ -9,6 +9,7 @@ import torch
 
 from train.bad_rows import BadRows
 from train.blocks import Blocks, Mixture, position_ids
+from train.chat import Encoded
 from train.corpus import SPLITS, Document, hash_share, read_documents, split_of
 from train.errors import ConfigError, TrainingError
 from train.order import allot, block_index, micro_batches
@@ -142,8 +143,8 @@ def test_trained_tokenizer_loses_no_byte_and_knows_its_end():
 def test_packing_loses_nothing(tmp_path, tokenizer):
     corpus = documents(90)
     encoded = encode_documents(corpus, tokenizer, None, BadRows(0))
-    counts, num_cut = write_tokens(encoded, token_dtype(len(tokenizer)), tmp_path)
-    assert num_cut == 0
+    counts, num_cut, num_lost = write_tokens(encoded, token_dtype(len(tokenizer)), tmp_path)
+    assert num_cut == num_lost == 0
     for split in SPLITS:
         expected = [
             token
@@ -422,8 +423,19 @@ def test_answers_stay_whole_and_blocks_are_filled_up():
         assert [ids[i] for i in starts] == list(dict.fromkeys(ids))  # each document once, from its beginning
         assert [bool(mark & TARGET) for mark in marks] == [token != 0 for token in ids]
     assert padding < 0.08 * 32 * len(blocks)  # one block after the other would leave a quarter
-    assert len(packer.add([7] * 40, [TARGET] * 40)[0][0]) == 32
-    assert packer.num_cut == 1
+    assert packer.add([7] * 40, [TARGET] * 40) == [([7] * 32, [TARGET] * 32)]
+
+
+def test_rows_longer_than_a_block_are_cut_and_left_out_if_nothing_is_left_to_learn(tmp_path):
+    rows = [
+        ([1] * length, [False] * prompt + [True] * (length - prompt))
+        for length, prompt in ((20, 5), (40, 30), (40, 32))
+    ]
+    encoded = ((Document("", "", ""), Encoded(*row)) for row in rows)
+    written = write_tokens(encoded, np.dtype(np.uint16), tmp_path, block=32)
+    assert written == ({"train": 20 + 32, "validation": 0, "test": 0}, 2, 1)
+    labels = Blocks(tmp_path / "train.bin", np.dtype(np.uint16), 32).rows([0, 1]).labels
+    assert (labels != -100).sum(dim=1).tolist() == [2, 15]  # the full block is done first
 
 
 def test_positions_begin_again_with_each_document():

@@ -113,16 +113,17 @@ def _write_source(
     encoded = encode_documents(documents, tokenizer, template, bad)
     block = data.sequence_length if source.has_answers else None
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    counts, num_cut = write_tokens(encoded, token_dtype(len(tokenizer)), _folder(config, number), block, padding)
+    written = write_tokens(encoded, token_dtype(len(tokenizer)), _folder(config, number), block, padding)
     notes = [bad.report()]
-    if num_cut:
-        notes.append(f"{num_cut} documents are longer than data.sequence_length and were cut to it")
+    if written.num_cut:
+        longer = f"{written.num_cut} rows are longer than data.sequence_length={block} tokens and were cut to it"
+        notes.append(f"{longer}, {written.num_lost} left out because their answer lies beyond")
     if template is not None and template.last_answers_only:
         notes.append(f"of {template.last_answers_only} conversations only the last answer is learnt (chat template)")
         template.last_answers_only = 0
     return {
         "source": describe(source),
-        "tokens": counts,
+        "tokens": written.tokens,
         "bad_rows": bad.count,
         "notes": [note for note in notes if note],
     }

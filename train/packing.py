@@ -11,7 +11,7 @@ it fits best, and what is left of a block is padding, which is not learnt.
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -72,16 +72,22 @@ def _encode_pair(document: Document, tokenizer: "PreTrainedTokenizerBase") -> En
     return Encoded([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
 
 
+class Written(NamedTuple):
+    """What `write_tokens` did with one source."""
+
+    tokens: dict[str, int]  # by split
+    num_cut: int  # documents longer than a block, of which the end is not read
+    num_lost: int  # those of which nothing is left to learn: they are left out
+
+
 def write_tokens(
     encoded: Iterable[tuple[Document, Encoded]],
     dtype: np.dtype[Any],
     folder: Path,
     block: int | None = None,
     padding: int = 0,
-) -> tuple[dict[str, int], int]:
+) -> Written:
     """Write `<split>.bin` and `<split>.marks` for each split into `folder`.
-
-    Returns the number of tokens of each split, and how many documents were longer than a block and cut.
 
     Args:
         encoded: documents with their tokens.
@@ -93,8 +99,13 @@ def write_tokens(
     files = {split: _TokenFile(folder / f"{split}.bin", dtype) for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
     packers = {split: BestFit(block, padding) for split in SPLITS} if block is not None else {}
+    num_cut = num_lost = 0
     try:
         for document, (ids, targets) in encoded:
+            num_cut += block is not None and len(ids) > block
+            if not any(targets[:block]):
+                num_lost += 1
+                continue
             marks = [TARGET * target for target in targets]
             marks[0] |= START
             counts[document.split] += len(ids[:block])
@@ -109,7 +120,7 @@ def write_tokens(
     finally:
         for file in files.values():
             file.close()
-    return counts, sum(packer.num_cut for packer in packers.values())
+    return Written(counts, num_cut, num_lost)
 
 
 class _TokenFile:
@@ -135,11 +146,9 @@ class BestFit:
     def __init__(self, length: int, padding: int) -> None:
         self._length, self._padding = length, padding
         self._open: list[tuple[list[int], list[int]]] = []  # ids and marks of blocks that are not full, oldest first
-        self.num_cut = 0  # documents longer than a block
 
     def add(self, ids: list[int], marks: list[int]) -> list[tuple[list[int], list[int]]]:
         """Place a document, cut to a block's length; returns the blocks that are done, none or one."""
-        self.num_cut += len(ids) > self._length
         ids, marks = ids[: self._length], marks[: self._length]
         fitting = [row for row in self._open if len(row[0]) + len(ids) <= self._length]
         row = max(fitting, key=lambda row: len(row[0]), default=None)

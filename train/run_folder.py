@@ -74,7 +74,7 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     under `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote.
     """
     folder = config.run.folder
-    existing = [path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))]
+    existing = list(dict.fromkeys(path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))))
     if existing:
         reason = _reason_to_refuse(config, existing[0])
         if reason and not config.run.overwrite and not _never_stepped(folder):
