@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.adapters import Adapters, attach_adapters
+from layerskip.adapters import Adapters, ExitAdapter, attach_adapters
 from layerskip.anatomy import decoder_layers, unwrap
 from layerskip.curriculum import active_exits
 from layerskip.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
@@ -157,7 +157,7 @@ class Handle:
         positions = self._positions(labels, **kwargs)
         chunks = num_chunks(labels.shape[0], labels.shape[1], self.recipe.exit_loss_positions, logits.shape[-1])
         total: Tensor | float = 0.0
-        self.losses = {}
+        self.losses, self.reference_loss = {}, None
         for exit_layer, weight in self.weights.items():
             if exit_layer == self.num_layers:
                 loss = self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
@@ -170,10 +170,21 @@ class Handle:
             guard = reference_loss(logits, original, positions)
             self.reference_loss = guard.detach()
             total = total + self.recipe.reference_weight * guard
-        if self.adapters is not None:  # those of exits that are not active take part, or engines would miss them
-            total = total + 0.0 * sum(parameter.sum() for parameter in self.adapters.parameters())
         assert isinstance(total, Tensor)
-        return total
+        return total + 0.0 * self._idle(logits)
+
+    def _idle(self, logits: Tensor) -> Tensor | float:
+        """A sum over what the step's loss does not depend on, where an engine would miss its gradient."""
+        idle: Tensor | float = 0.0
+        if self.adapters is not None:  # called as modules, so that sharded weights are there
+            for exit_layer, adapter in self.adapters.items():
+                assert isinstance(adapter, ExitAdapter)
+                if int(exit_layer) not in self.losses:
+                    idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
+        elif self.num_layers not in self.losses and hasattr(next(self.model.parameters()), "ds_id"):
+            # ZeRO-3 would step the layers above the deepest exit by the gradient they got the last time.
+            idle = idle + logits.sum()
+        return idle
 
     def _positions(
         self,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +74,27 @@ class Spy(StandIn):
         return output
 
 
+class LayerList(nn.ModuleList):
+    """The layer list of a view. Models write `self.layers[: config.num_hidden_layers]`: where that is all of
+    them, it is this list and not a new one with every layer registered anew, which costs more than a mask."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
+
+
 def with_layers(model: nn.Module, path: tuple[str, ...], layers: list[nn.Module]) -> nn.Module:
     """A copy of `model` along `path` only, its layer list replaced; everything else is shared."""
     copy = _shallow_copy(model)
     name, rest = path[0], path[1:]
-    child = with_layers(model._modules[name], rest, layers) if rest else nn.ModuleList(layers)  # type: ignore[arg-type]
+    child = with_layers(model._modules[name], rest, layers) if rest else LayerList(layers)  # type: ignore[arg-type]
     copy._modules[name] = child
     return copy
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    copy = module.__class__.__new__(module.__class__)
+    copy = object.__new__(module.__class__)  # __new__ of a class that FSDP2 made builds something else
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)
     # A forward put here by others (accelerate's dispatch, a compiled one) would run the original's layers, and
@@ -132,8 +144,25 @@ class Head:
             self._inject.hidden = None
 
 
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """While entered, what FSDP2 shares out of `model` besides its layers (embedding, final norm, head) is whole.
+
+    Inside the model's own forward it is anyway; a head that is called after it needs this, on all processes at once.
+    Other models are left as they are.
+    """
+    if not hasattr(model, "unshard"):
+        yield
+        return
+    model.unshard()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.reshard()  # type: ignore[operator]
+
+
 class ExitReader:
-    """Logits of several exits from one pass over the model, which is left untouched.
+    """Logits of several exits from one pass over the model: an ordinary forward, whatever engine shares it out.
 
     Args:
         model: a causal LM in eval mode.
@@ -141,13 +170,12 @@ class ExitReader:
     """
 
     def __init__(self, model: nn.Module, exits: Sequence[int]) -> None:
-        inner = unwrap(model)
-        layers = decoder_layers(inner)
-        self._spies = {e: Spy(layers[check_exit_layer(e, len(layers)) - 1]) for e in sorted(set(exits))}
-        watched = [self._spies.get(index + 1, layer) for index, layer in enumerate(layers)]
-        self._view = with_layers(inner, anatomy(inner).layers_path, watched)
-        self._head = Head(inner)
-        self._adapters = {exit_layer: adapter_at(inner, exit_layer) for exit_layer in self._spies}
+        self._model = unwrap(model)
+        layers = decoder_layers(self._model)
+        self._layers = {e: layers[check_exit_layer(e, len(layers)) - 1] for e in sorted(set(exits))}
+        self._hidden: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
+        self._head = Head(self._model)
+        self._adapters = {exit_layer: adapter_at(self._model, exit_layer) for exit_layer in self._layers}
 
     @torch.no_grad()
     def read(
@@ -160,14 +188,21 @@ class ExitReader:
             at a time so that only two sets of logits exist at once.
         """
         places = {} if position_ids is None else {"position_ids": position_ids}
-        logits = self._view(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
+        hooks = [layer.register_forward_hook(partial(self._keep, e)) for e, layer in self._layers.items()]
+        try:
+            logits = self._model(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
         return logits, self._exits()
+
+    def _keep(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:
+        self._head.returns_tuple = isinstance(output, tuple)
+        self._hidden[exit_layer] = output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def _exits(self) -> Iterator[tuple[int, Tensor]]:
-        for exit_layer, spy in self._spies.items():
-            hidden, spy.hidden = spy.hidden, None
-            assert hidden is not None
-            self._head.returns_tuple = spy.returns_tuple
-            adapter = self._adapters[exit_layer]
-            yield exit_layer, self._head(hidden if adapter is None else adapter(hidden))
+        with gathered(self._model):
+            for exit_layer, adapter in self._adapters.items():
+                hidden = self._hidden.pop(exit_layer)
+                yield exit_layer, self._head(hidden if adapter is None else adapter(hidden))
