@@ -52,12 +52,14 @@ def save_checkpoint(
     progress: Progress,
     run_folder: Path,
     keep: int,
+    keep_step: int | None = None,
 ) -> Path:
-    """Save all that a resume needs, delete all but the newest `keep` checkpoints; every process calls this.
+    """Save all that a resume needs, delete all but the newest `keep` checkpoints and the one of step `keep_step`;
+    every process calls this.
 
     Returns the checkpoint's folder. A crash at any moment leaves the older checkpoints as they were.
     """
-    final = checkpoints_folder(run_folder) / f"step-{progress.step:06d}"
+    final = _folder_of(run_folder, progress.step)
     partial = final.with_name(final.name + _PARTIAL)
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +77,7 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)  # of an earlier, longer attempt at this run
         os.replace(partial, final)
         _flush_folder(final.parent)
-        _prune(final.parent, keep)
+        _prune(final.parent, keep, keep_step)
     accelerator.wait_for_everyone()
     return final
 
@@ -109,6 +111,12 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     return None
 
 
+def whole_checkpoint(run_folder: Path, step: int) -> Path | None:
+    """The checkpoint of one step, or None if it is not there or not whole."""
+    folder = _folder_of(run_folder, step)
+    return folder if _is_whole(folder) else None
+
+
 def read_progress(checkpoint: Path) -> Progress:
     """The step and token count of a whole checkpoint."""
     state = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
@@ -131,6 +139,10 @@ def load_training_state(accelerator: Accelerator, optimizer: torch.optim.Optimiz
         accelerator.load_state(str(wanted))
     else:
         optimizer.load_state_dict(torch.load(wanted, map_location=accelerator.device, weights_only=True))
+
+
+def _folder_of(run_folder: Path, step: int) -> Path:
+    return checkpoints_folder(run_folder) / f"step-{step:06d}"
 
 
 def _by_step(folder: Path) -> list[Path]:
@@ -178,10 +190,10 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Delete half-written checkpoints and all but the newest `keep` whole ones."""
+def _prune(folder: Path, keep: int, keep_step: int | None = None) -> None:
+    """Delete half-written checkpoints and all but the newest `keep` whole ones and the one of `keep_step`."""
     checkpoints = _by_step(folder)
     whole = [path for path in checkpoints if _is_whole(path)]
     for path in checkpoints:
-        if path not in whole[-keep:]:
+        if path not in whole[-keep:] and not (path in whole and path.name == f"step-{keep_step or 0:06d}"):
             shutil.rmtree(path, ignore_errors=True)

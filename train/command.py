@@ -16,7 +16,8 @@ from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError
 from train.parsing import apply_overrides, build, read_yaml
 
-_USAGE = "accelerate launch [--config_file configs/accelerate/ddp.yaml] train CONFIG [section.key=value ...]"
+_USAGE = """accelerate launch [--config_file configs/accelerate/ddp.yaml] train CONFIG [section.key=value ...]
+       python -m train report RUN"""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -78,9 +79,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _report(argv: Sequence[str]) -> int:
+    """`python -m train report RUN`: make the report of a run again."""
+    parser = argparse.ArgumentParser(prog="train report", description="Write RUN/report.html from what the run logged.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; it may be going on")
+    folder = parser.parse_args(argv).run
+    from train.report import write_report
+
+    try:
+        print(write_report(folder))
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns 0, 1 (training failed), 2 (wrong settings) or 128 + signal (stopped)."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["report"]:
+        return _report(argv[1:])
     arguments = _parser().parse_intermixed_args(argv)
     first_process = os.environ.get("RANK", "0") == "0"
     try:

@@ -116,18 +116,43 @@ class EveryConfig:
     log: int = 10  # steps between two lines of metrics
     evaluate: int = 500  # steps between two evaluations on held-out text
     save: int = 500  # steps between two checkpoints
-    keep: int = 2  # checkpoints kept; older ones are deleted
+    keep: int = 2  # checkpoints kept; older ones are deleted, but for the best one
 
     def __post_init__(self) -> None:
         check_at_least("every", self, {"log": 1, "evaluate": 1, "save": 1, "keep": 1})
 
 
 @dataclass(frozen=True)
-class WandbConfig:
-    """Weights & Biases. Without a project nothing of it is imported; metrics.jsonl is always written."""
+class BestConfig:
+    """The best checkpoint: the fastest forecast of those whose last layer is good enough. Sharded engines, whose
+    stages are not timed, have none."""
 
-    project: str | None = None  # project to log to; left out, no wandb
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online if an API key is there
+    keep: bool = True  # save the best one at its evaluation, and never prune it
+    margin: float = 0.01  # share by which its last layer's loss may exceed the start's (from scratch: the lowest seen)
+    export: bool = False  # finish with the best one; otherwise with the last one, which no timing has a say in
+
+    def __post_init__(self) -> None:
+        check_at_least("best", self, {"margin": 0})
+        check(self.keep or not self.export, "best.export is true and best.keep false: set best.keep=true")
+
+
+TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where metrics go beside metrics.jsonl, which is always written, and the samples of what the model writes."""
+
+    trackers: tuple[str, ...] = ()  # any of wandb, tensorboard, trackio; the others are not imported
+    project: str = "layerskip"  # project in wandb and trackio
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online if an API key is there
+    samples: int = 3  # held-out prompts that the model continues at every evaluation
+    sample_tokens: int = 48  # tokens of each continuation
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            check(name in TRACKERS, f"tracking.trackers has {name!r}; choose from {', '.join(TRACKERS)}")
+        check_at_least("tracking", self, {"samples": 0, "sample_tokens": 1})
 
 
 @dataclass(frozen=True)
@@ -155,7 +180,8 @@ class TrainConfig:
     recipe: Recipe
     optim: OptimConfig
     every: EveryConfig
-    wandb: WandbConfig
+    best: BestConfig
+    tracking: TrackingConfig
     hub: HubConfig
 
     def __post_init__(self) -> None:

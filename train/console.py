@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+_FILE_WIDTH = 110  # characters of a table in a file; a terminal has its own
+
 
 class Reporter:
     """Prints on the first process, is silent on the others. Use as a context manager around the loop."""
@@ -15,6 +17,8 @@ class Reporter:
     def __init__(self, enabled: bool, steps: int = 0, done: int = 0) -> None:
         """`steps` optimizer steps in all, of which `done` lie behind."""
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
+        if not self._console.is_terminal:
+            self._console.width = _FILE_WIDTH
         self._start = time.perf_counter()
         self._done_before, self._steps = done, steps
         columns = (
@@ -32,6 +36,10 @@ class Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self._bar.stop()
+
+    def begin(self) -> None:
+        """The first step begins: the time left is told from here on, evaluations before it apart."""
+        self._start = time.perf_counter()
 
     def say(self, text: str) -> None:
         """Print a line (above the bar, if there is one)."""

@@ -1,6 +1,5 @@
 """What an exit is worth: its loss and agreement on held-out text, and the speed-up that follows from them."""
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,18 +7,18 @@ import torch
 from accelerate import Accelerator
 
 from layerskip.anatomy import num_layers
-from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_costs, measure_exits
+from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_exits
 from train.blocks import IGNORED, Mixture
 from train.config import TrainConfig
 from train.console import Reporter
 from train.continuations import continue_prompts, end_ids
+from train.costs import stage_costs
 from train.engine import autocast, is_sharded
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_COSTS_CONTEXT = 128  # cached tokens when the stages are timed
 _CONTINUATIONS = 16  # held-out blocks whose beginnings the model continues, to choose a setting on
 
 
@@ -29,44 +28,44 @@ class Evaluation:
 
     last_loss: float  # nats per token
     exits: dict[int, ExitMeasurement]  # by exit layer, the last layer not among them
-    forecasts: list[Forecast]  # best first; empty if the stages were not timed
-
-    def best_of(self, exit_layer: int) -> Forecast | None:
-        """The best forecast for one exit layer."""
-        return next((forecast for forecast in self.forecasts if forecast.exit_layer == exit_layer), None)
+    greedy: list[Forecast]  # best first; empty if the stages were not timed
+    sampled: list[Forecast]  # the same for sampling at temperature 1
 
     def record(self) -> dict[str, Any]:
-        """For JSON: {"last": {"loss"}, "exits": {"2": {"loss", "agreement", "overlap", "speedup", ...}}}."""
-        exits: dict[str, dict[str, float]] = {}
+        """For JSON: {"last": {"loss"}, "exits": {"2": {"loss", "agreement", "overlap", "forecast": {...}}}}.
+
+        "forecast" has the best number of drafts for "greedy" and for "sampled" decoding, and what it should bring:
+        {"num_draft_tokens", "mean_acceptance_length", "speedup"}.
+        """
+        exits: dict[str, dict[str, Any]] = {}
         for exit_layer, measured in self.exits.items():
-            numbers = {"loss": measured.loss, "agreement": measured.agreement, "overlap": measured.overlap}
-            if (best := self.best_of(exit_layer)) is not None:
-                numbers["num_draft_tokens"] = best.num_draft_tokens
-                numbers["mean_acceptance_length"] = best.mean_acceptance_length
-                numbers["speedup"] = best.speedup
-            exits[str(exit_layer)] = numbers
+            numbers: dict[str, Any] = {name: getattr(measured, name) for name in ("loss", "agreement", "overlap")}
+            forecast = {
+                way: {name: getattr(best, name) for name in _FORECAST}
+                for way, forecasts in (("greedy", self.greedy), ("sampled", self.sampled))
+                if (best := next((f for f in forecasts if f.exit_layer == exit_layer), None))
+            }
+            exits[str(exit_layer)] = {**numbers, "forecast": forecast} if forecast else numbers
         return {"last": {"loss": self.last_loss}, "exits": exits}
 
 
+_FORECAST = ("num_draft_tokens", "mean_acceptance_length", "speedup")
+
+
 class Evaluator:
-    """Measures the exits that the recipe trains (all, if it names none)."""
+    """Measures the exits that the recipe trains."""
 
     def __init__(self, accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig) -> None:
         """Time the stages of `model`, before anything hangs on it, in the dtype it will decode in.
 
-        Weights do not matter to time, so this is done once, when memory is still free. Sharded engines have
-        no whole model to time: then there are no forecasts, and no setting is chosen
+        Sharded engines have no whole model to time: then there are no forecasts, and no setting is chosen
         afterwards.
         """
         self.accelerator, self.config, self.num_layers = accelerator, config, num_layers(model)
-        self.exits = config.recipe.exits or tuple(range(1, self.num_layers))
+        self.exits = config.recipe.trained_exits(self.num_layers)
         self.costs: Costs | None = None
         if accelerator.is_main_process and not is_sharded(accelerator):
-            dtype = getattr(torch, config.model.dtype)
-            timed: torch.nn.Module = copy.deepcopy(model)
-            timed.to(device=accelerator.device, dtype=dtype)
-            context = min(_COSTS_CONTEXT, config.data.sequence_length // 2)
-            self.costs = measure_costs(timed, self.exits, context=context)
+            self.costs = stage_costs(accelerator, model, config, self.exits)
 
     def measure(self, model: torch.nn.Module, blocks: Mixture) -> Evaluation:
         """All exits on at most `data.evaluation_blocks` blocks.
@@ -79,7 +78,8 @@ class Evaluator:
         with autocast(self.accelerator, self.config):
             measured = measure_exits(model, (batch.inputs(device) for batch in batches), self.exits)
         last = measured.pop(self.num_layers)
-        return Evaluation(last.loss, measured, best_setting(measured, self.costs) if self.costs else [])
+        forecasts = [best_setting(measured, self.costs, sampled=way) if self.costs else [] for way in (False, True)]
+        return Evaluation(last.loss, measured, *forecasts)
 
     def forecast(self, model: "PreTrainedModel", blocks: Mixture) -> list[Forecast]:
         """Every setting, best first, as it would do on the model's own greedy continuations of held-out text.
@@ -110,17 +110,22 @@ def _continued(prompt: torch.Tensor, text: torch.Tensor, device: torch.device) -
 
 def report(evaluation: Evaluation, split: str, step: int, reporter: Reporter, tracker: Tracker) -> None:
     """Show an evaluation as a table and log it."""
+    record = evaluation.record()
     rows = []
-    for exit_layer, measured in evaluation.exits.items():
-        best = evaluation.best_of(exit_layer)
-        forecast = (
-            [str(best.num_draft_tokens), f"{best.mean_acceptance_length:.2f}", f"{best.speedup:.2f}x"]
-            if best
-            else ["-", "-", "-"]
-        )
-        shares = [f"{measured.agreement:.3f}", f"{measured.overlap:.3f}"]
-        rows.append([str(exit_layer), f"{measured.loss:.3f}", *shares, *forecast])
-    title = f"{split} after {step} steps: loss of the last layer {evaluation.last_loss:.3f}"
-    columns = ["exit", "loss", "agreement", "overlap", "drafts", "tokens/verify", "forecast"]
-    reporter.table(title, columns, rows)
-    tracker.log(step, split, evaluation.record())
+    for exit_layer, numbers in record["exits"].items():
+        shares = [f"{numbers[name]:.3f}" for name in ("loss", "agreement", "overlap")]
+        forecasts = [_cell(numbers.get("forecast", {}).get(way)) for way in ("greedy", "sampled")]
+        rows.append([exit_layer, *shares, *forecasts])
+    title = (
+        f"held-out {split} text after {step} steps: loss of the last layer {evaluation.last_loss:.3f}\n"
+        "forecasts: best number of drafts, tokens a verify step, speed over plain decoding"
+    )
+    reporter.table(title, ["exit", "loss", "agreement", "overlap", "greedy forecast", "sampled forecast"], rows)
+    tracker.log(step, split, record)
+
+
+def _cell(forecast: dict[str, Any] | None) -> str:
+    if forecast is None:
+        return "-"
+    length, speedup = forecast["mean_acceptance_length"], forecast["speedup"]
+    return f"{forecast['num_draft_tokens']}, {length:.2f}, {speedup:.2f}x"

@@ -5,7 +5,6 @@ Settings are chosen on the validation split; the numbers that are reported come 
 
 import json
 import os
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,16 @@ import torch
 from layerskip.handle import CONFIG_KEY
 from layerskip.hub import HubError, upload, write_model_card
 from layerskip.settings import Setting, store_setting
+from train import before_after
+from train.best import choose_export, export_rule
+from train.blocks import Mixture
 from train.checkpoint import save_model
 from train.config import HubConfig
 from train.console import Reporter
+from train.costs import machine
 from train.evaluate import Evaluation, report
+from train.report import try_report
+from train.samples import write_samples
 from train.setup import Run
 from train.tracking import Tracker
 
@@ -28,26 +33,32 @@ _EVALUATION = "evaluation.json"
 def record_before(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     """Measure the model as it came, into evaluation.json as "before"; every process calls this."""
     evaluations = _measure_both(run, reporter, tracker)
+    write_samples(run, tracker)
     if run.accelerator.is_main_process:
         record = {"before": {split: evaluation.record() for split, evaluation in evaluations.items()}}
         _write_json(run.config.run.folder / _EVALUATION, record)
 
 
 def is_finished(run: Run) -> bool:
-    """Whether `finish` has been through for this number of steps."""
+    """Whether `finish` has been through for this number of steps, and exported what `best.export` asks for."""
     path = run.config.run.folder / _EVALUATION
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return record.get("steps") == run.progress.step >= run.config.optim.max_steps
+    exported = record.get("exported", {}).get("rule") == export_rule(run.config)
+    return exported and record.get("steps") == run.progress.step >= run.config.optim.max_steps
 
 
 def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
-    """Choose the decoding setting, write the finished checkpoint, and upload it if asked to.
+    """Choose the decoding setting, write the finished checkpoint and the report, and upload if asked to.
 
     Every process calls this. evaluation.json is written after the checkpoint: its "after" says that all is
     there.
     """
-    evaluations = _measure_both(run, reporter, tracker)
-    folder = run.config.run.folder
+    folder, main = run.config.run.folder, run.accelerator.is_main_process
+    report(run.evaluator.measure(run.model, run.data.validation), "validation", run.progress.step, reporter, tracker)
+    write_samples(run, tracker)
+    exported = choose_export(run, reporter, tracker)
+    evaluations = {split: run.evaluator.measure(run.model, text) for split, text in _held_out(run).items()}
+    report(evaluations["test"], "test", exported, reporter, tracker)
     setting = _choose_setting(run, reporter)
     model = run.accelerator.unwrap_model(run.model)
     exits = evaluations["test"].record()["exits"]
@@ -55,21 +66,37 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     carried = {exit_layer: {name: numbers[name] for name in kept} for exit_layer, numbers in exits.items()}
     setattr(model.config, CONFIG_KEY, {**getattr(model.config, CONFIG_KEY), "exits": carried})
     _save_finished(run, folder)
-    if run.accelerator.is_main_process:
-        _write_json(folder / _EVALUATION, _final_record(run, evaluations, setting))
+    if main:
+        record = _final_record(run, evaluations, setting, exported)
+        _write_json(folder / _EVALUATION, record)
+        _compare(record, run, reporter, tracker)
         write_model_card(folder)
+        try_report(folder, reporter)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
         if run.config.hub.repo_id:
             _upload(run.config.hub, folder, reporter)
     run.accelerator.wait_for_everyone()
 
 
+def _held_out(run: Run) -> dict[str, Mixture]:
+    return {"validation": run.data.validation, "test": run.data.test}
+
+
 def _measure_both(run: Run, reporter: Reporter, tracker: Tracker) -> dict[str, Evaluation]:
-    splits = {"validation": run.data.validation, "test": run.data.test}
-    evaluations = {split: run.evaluator.measure(run.model, blocks) for split, blocks in splits.items()}
+    evaluations = {split: run.evaluator.measure(run.model, text) for split, text in _held_out(run).items()}
     for split, evaluation in evaluations.items():
         report(evaluation, split, run.progress.step, reporter, tracker)
     return evaluations
+
+
+def _compare(record: dict[str, Any], run: Run, reporter: Reporter, tracker: Tracker) -> None:
+    """Show and log the last layer and the exits before and after."""
+    table = before_after.rows(record)
+    title = f"held-out test text before training, and after {record['exported']['step']} steps"
+    if table:
+        reporter.table(title, list(before_after.COLUMNS), table)
+    if change := before_after.last_layer(record):
+        tracker.log(run.progress.step, "summary", {"last": change})
 
 
 def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
@@ -95,9 +122,11 @@ def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
         chosen[0],
     )
     reporter.say(
-        f"setting: exit_layer {exit_layer}, num_draft_tokens {num_draft_tokens}; forecast on test: "
-        f"{tested.mean_acceptance_length:.2f} tokens a verify step, {tested.speedup:.2f}x plain decoding"
-        + ("" if tested.speedup > 1 else ": no gain yet, train longer or choose shallower recipe.exits")
+        f"setting: exit_layer {exit_layer}, num_draft_tokens {num_draft_tokens}, the fastest where the model itself "
+        f"continues validation prompts. Continuing test prompts: {tested.mean_acceptance_length:.2f} tokens a verify "
+        f"step, {tested.speedup:.2f}x plain decoding"
+        + ("" if tested.speedup > 1 else " (no gain yet: train longer or choose shallower recipe.exits)")
+        + ". The tables above are on held-out text that others wrote, where the numbers differ."
     )
     return {
         "exit_layer": exit_layer,
@@ -122,24 +151,19 @@ def _save_finished(run: Run, folder: Path) -> None:
         partial.rmdir()
 
 
-def _final_record(run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None) -> dict[str, Any]:
-    """evaluation.json: before and after, the setting, and how the stages were timed."""
+def _final_record(
+    run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None, exported: int
+) -> dict[str, Any]:
+    """evaluation.json: before and after, the setting, which step was exported, and how the stages were timed."""
     before = json.loads((run.config.run.folder / _EVALUATION).read_text(encoding="utf-8")).get("before")
-    device = run.accelerator.device
     return {
         "before": before,
         "after": {split: evaluation.record() for split, evaluation in evaluations.items()},
         "setting": setting,
+        "exported": {"rule": export_rule(run.config), "step": exported},
         "steps": run.progress.step,
         "tokens": run.progress.tokens,
-        "forecast_conditions": {
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else platform.processor() or device.type,
-            "threads": torch.get_num_threads(),
-            "dtype": run.config.model.dtype,
-            "batch_size": 1,
-        },
+        "forecast_conditions": machine(run.accelerator, run.config),
     }
 
 

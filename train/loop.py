@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from train.best import best_so_far, is_best_now
 from train.blocks import IGNORED, Batch, Mixture
 from train.checkpoint import latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
@@ -28,6 +29,7 @@ from train.meter import Meter
 from train.optim import learning_rate, set_learning_rate
 from train.order import micro_batches
 from train.own_text import open_own_text, reads_own_text
+from train.samples import write_samples
 from train.setup import Run, set_up
 from train.tracking import Tracker
 
@@ -53,12 +55,15 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
         Tracker(config, progress.step, main) as tracker,
     ):
         announce(run, reporter)
+        for note in tracker.notes:
+            reporter.say(note)
         if is_finished(run):
             reporter.say(f"{folder} is finished already; raise optim.max_steps to go on")
             return 0
         if progress.step == 0:
             record_before(run, reporter, tracker)
 
+        reporter.begin()
         while progress.step < optim.max_steps:
             started = time.perf_counter()
             step = progress.step
@@ -99,7 +104,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                     optimizer.zero_grad()
             progress.step += 1
             progress.tokens += tokens_per_step
-            meter.end_step(run.handle.active_exits, time.perf_counter() - started)
+            meter.end_step(run.handle.active_exits, time.perf_counter() - started, run.handle.dropout_rates)
             reporter.advance(progress.step)
 
             last_step = progress.step == optim.max_steps
@@ -108,12 +113,19 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 metrics |= {"learning_rate": rate, "gradient_norm": gradient_norm, "tokens": progress.tokens}
                 tracker.log(progress.step, "train", metrics)
                 reporter.metrics(progress.step, metrics)
+            is_best = False
             if progress.step % every.evaluate == 0 and not last_step and not stop:
                 evaluation = run.evaluator.measure(model, run.data.validation)
                 report(evaluation, "validation", progress.step, reporter, tracker)
-            if progress.step % every.save == 0 or last_step or stop:
-                saved = save_checkpoint(accelerator, model, optimizer, run.data.tokenizer, progress, folder, every.keep)
-                reporter.say(f"saved {saved}")
+                write_samples(run, tracker)
+                is_best = is_best_now(run, tracker)
+            if progress.step % every.save == 0 or is_best or last_step or stop:
+                best = best_so_far(config, tracker)
+                saved = save_checkpoint(
+                    *(accelerator, model, optimizer, run.data.tokenizer, progress, folder, every.keep),
+                    keep_step=best["step"] if best else None,
+                )
+                reporter.say(f"saved {saved}" + (", the best so far" if is_best else ""))
             if stop and not last_step:
                 reporter.say(f"stopped after step {progress.step}; the same command goes on from there")
                 accelerator.end_training()

@@ -6,7 +6,8 @@ runs/quickstart/
   config.yaml provenance.json           the merged settings; every launch: argv, commit, versions
   data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
   checkpoints/step-000100/              what a resume needs
-  metrics.jsonl evaluation.json         what was measured
+  metrics.jsonl evaluation.json         what was measured; costs.json: how long the stages take on this machine
+  samples.jsonl report.html             what the model wrote at each evaluation; all of it for a person to read
   config.json model.safetensors ...     the finished checkpoint, an ordinary Hugging Face one
 """
 
@@ -37,7 +38,8 @@ OUTPUTS = (
         "README.md",
         "chat_template.jinja",
     ),
-    *("data", "tokenizer", "prompts", "checkpoints", "wandb"),
+    *("samples.jsonl", "report.html", "costs.json"),
+    *("data", "tokenizer", "prompts", "checkpoints", "wandb", "tensorboard"),
     *(
         "config.json",
         "generation_config.json",
@@ -54,7 +56,7 @@ _MAY_CHANGE = {
     "recipe": ("total_steps",),
     "optim": ("max_steps", "micro_batch_size"),
 }
-_FREE_SECTIONS = ("every", "wandb", "hub")
+_FREE_SECTIONS = ("every", "best", "tracking", "hub")
 _PACKAGES = (
     "torch",
     "transformers",

@@ -24,7 +24,7 @@ from train.errors import ConfigError, TrainingError
 from train.evaluate import Evaluator
 from train.model import build_model, build_model_config, fit_vocabulary
 from train.optim import build_optimizer
-from train.tracking import wandb_mode
+from train.trackers import check_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,8 +80,7 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
 
 def _check_services(config: TrainConfig) -> None:
     """Raise `ConfigError` now for what would fail after the training: a name, or a key to log in with."""
-    if config.wandb.project:
-        wandb_mode(config.wandb)
+    check_trackers(config.tracking)
     if config.hub.repo_id:
         try:
             check_repo_id(config.hub.repo_id)

@@ -1,45 +1,70 @@
-"""Metrics of a run: one JSON object a line in metrics.jsonl, and the same to wandb if a project is set."""
+"""Metrics of a run: one JSON object a line in metrics.jsonl, samples in samples.jsonl, and the same to the trackers."""
 
 import json
-import netrc
 import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from train.config import TrainConfig, WandbConfig
-from train.errors import ConfigError
+from train.config import TrainConfig
+from train.trackers import Sink, start_trackers
 
 
 class Tracker:
-    """Writes metrics on the first process, nothing on the others. Leaving it finishes the wandb run."""
+    """Writes metrics on the first process, nothing on the others. Leaving it finishes the trackers' runs.
+
+    Attributes:
+        validations: the validation records of the run so far, those of earlier launches among them.
+        notes: what a person should be told about where the metrics go.
+    """
 
     def __init__(self, config: TrainConfig, resumed_step: int, enabled: bool = True) -> None:
-        """Open metrics.jsonl after step `resumed_step`; lines of later steps, since lost, are dropped."""
-        self._file: TextIO | None = None
-        self._wandb: Any = None
+        """Open the files after step `resumed_step`; lines of later steps, since lost, are dropped."""
+        self.validations: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._sinks: list[Sink] = []
+        self._samples: list[dict[str, Any]] = []
+        self._metrics_file: TextIO | None = None
+        self._samples_file: TextIO | None = None
         if not enabled:
             return
-        folder = config.run.folder
-        path = folder / "metrics.jsonl"
-        truncate_after(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
-        if config.wandb.project:
-            self._wandb = _start_wandb(config, folder)
+        metrics, samples = (config.run.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
+        for path in (metrics, samples):
+            truncate_after(path, resumed_step)
+        self.validations = [record for record in read_lines(metrics) if record.get("kind") == "validation"]
+        self._samples = read_lines(samples)
+        self._metrics_file = metrics.open("a", encoding="utf-8", newline="\n")
+        self._samples_file = samples.open("a", encoding="utf-8", newline="\n") if config.tracking.samples else None
+        self._sinks = start_trackers(config, resumed_step)
+        self.notes = [note for sink in self._sinks if (note := sink.note)]
 
     def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Record `values` (numbers, or dictionaries of them) measured after optimizer step `step`."""
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-            self._file.flush()
-        if self._wandb is not None:
-            self._wandb.log(flatten(values, kind), step=step)
+        if self._metrics_file is None:
+            return
+        record = {"step": step, "kind": kind, **values}
+        _write_line(self._metrics_file, record)
+        if kind == "validation":
+            self.validations.append(record)
+        for sink in self._sinks:
+            sink.log(step, flatten(values, kind))
+
+    def log_samples(self, step: int, records: list[dict[str, str]]) -> None:
+        """Record texts of the model as it is after step `step`: {"prompt", "continuation"} each."""
+        if self._samples_file is None:
+            return
+        for record in records:
+            self._samples.append({"step": step, **record})
+            _write_line(self._samples_file, self._samples[-1])
+        for sink in self._sinks:
+            sink.show(step, self._samples)
 
     def close(self) -> None:
-        """Close the file and finish the wandb run."""
-        if self._file is not None:
-            self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Close the files and finish the trackers' runs."""
+        for file in (self._metrics_file, self._samples_file):
+            if file is not None:
+                file.close()
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> "Tracker":
         return self
@@ -48,12 +73,23 @@ class Tracker:
         self.close()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; none if there is no file. A half-written line is left out."""
+    found = []
+    for line in _lines(path):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
 def truncate_after(path: Path, step: int) -> None:
     """Drop the records of steps beyond `step`, and a half-written last line; nothing if there is no file."""
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in _lines(path):
         try:
             if json.loads(line)["step"] <= step and line.endswith("\n"):
                 kept.append(line)
@@ -73,45 +109,14 @@ def flatten(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def wandb_mode(wandb: WandbConfig) -> str:
-    """online, offline or disabled. auto: WANDB_MODE if set, else online if an API key is there, else offline.
-
-    Raises `ConfigError` for online without a key: wandb would ask for one and wait.
-    """
-    mode = os.environ.get("WANDB_MODE", "auto") if wandb.mode == "auto" else wandb.mode
-    has_key = _has_api_key()
-    if mode == "auto":
-        return "online" if has_key else "offline"
-    if mode == "online" and not has_key:
-        raise ConfigError("wandb.mode is online, but there is no API key: run `wandb login` or set wandb.mode=offline")
-    return mode
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, each with its end; `splitlines` would also cut texts at rarer line ends within them."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return list(file)
 
 
-def _has_api_key() -> bool:
-    """Whether wandb would find a key without asking: in the environment, or where `wandb login` puts it."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].split("/")[0].split(":")[0]
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _start_wandb(config: TrainConfig, folder: Path) -> Any:
-    """The wandb run of this training run; a resumed run goes on with the same one."""
-    import dataclasses
-
-    import wandb
-
-    run_id = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["run_id"]
-    return wandb.init(
-        project=config.wandb.project,
-        name=config.run.name,
-        id=run_id,
-        resume="allow",
-        dir=str(folder),
-        mode=wandb_mode(config.wandb),  # type: ignore[arg-type]
-        config=dataclasses.asdict(config),
-        settings=wandb.Settings(console="off"),
-    )
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()

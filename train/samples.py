@@ -1,0 +1,28 @@
+"""What the model writes: a few fixed held-out prompts, continued greedily at every evaluation."""
+
+from train.continuations import continue_prompts
+from train.engine import autocast, is_sharded
+from train.setup import Run
+from train.tracking import Tracker
+
+_PROMPT_TOKENS = 48  # the end of a longer prompt
+
+
+def write_samples(run: Run, tracker: Tracker) -> None:
+    """Continue the prompts and record the texts in samples.jsonl and the trackers. The first process does it alone,
+    so a sharded engine, where all would have to take part, writes none."""
+    tracking, accelerator = run.config.tracking, run.accelerator
+    if not tracking.samples or not accelerator.is_main_process or is_sharded(accelerator):
+        return
+    model, tokenizer = accelerator.unwrap_model(run.model), run.data.tokenizer
+    prompts = [prompt[-_PROMPT_TOKENS:] for prompt in run.data.validation.prompts(tracking.samples)]
+    end = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end or 0
+    ends = [end] if end is not None else []
+    with autocast(accelerator, run.config):
+        texts = continue_prompts(model, prompts, tracking.sample_tokens, padding, ends)
+    records = [
+        {"prompt": str(tokenizer.decode(prompt)), "continuation": str(tokenizer.decode(text))}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    tracker.log_samples(run.progress.step, records)
