@@ -229,6 +229,9 @@ def test_what_is_not_finite_stops_before_the_step(run, tmp_path, rate, what):
             "unknown key model.architecture.hiden_size for model_type llama; did you mean",
         ),
         ("model.architecture.model_type=lama", "transformers has no such family; did you mean llama"),
+        ("model.architecture={model_type: t5}", "the model is a t5, no decoder-only causal LM: only those can draft"),
+        ("model.architecture={model_type: mamba}", "the model is a mamba, which .* keeps a recurrent state"),
+        ("model.architecture.num_hidden_layers=1", r"the model has 1 layer \(num_hidden_layers\); an exit needs"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(run, override, message):
@@ -242,8 +245,10 @@ def test_text_too_short_for_a_held_out_block(run):
 
 
 def test_a_model_that_is_not_there(run, tmp_path):
-    with pytest.raises(TrainingError, match=r"cannot load model\.name_or_path="):
+    with pytest.raises(TrainingError, match=r"cannot load model\.name_or_path '.*/absent': there is no such folder$"):
         run("run", *continuing(tmp_path / "absent"))
+    with pytest.raises(TrainingError, match="'runs/absent': there is no such folder, and as a Hub id: "):
+        run("run", *continuing(Path("runs/absent")))
 
 
 def test_an_upload_that_could_not_succeed_is_told_before_the_training(run):

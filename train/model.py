@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerskip.anatomy import UnsupportedModelError, anatomy
 from train.config import TrainConfig
-from train.errors import ConfigError, TrainingError, first_line
+from train.errors import ConfigError, TrainingError, cannot_load, first_line
 from train.parsing import nearest
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
         try:
             model_config = AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise TrainingError(f"cannot load model.name_or_path={name!r}: {first_line(error)}") from None
+            raise TrainingError(cannot_load("model.name_or_path", name, error)) from None
+    _check_family(model_config)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.data.sequence_length > positions:
@@ -38,11 +40,32 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
             f"data.sequence_length is {config.data.sequence_length}; the model has {positions} positions "
             "(max_position_embeddings): lower it"
         )
+    if text.num_hidden_layers < 2:
+        raise ConfigError(f"the model has {text.num_hidden_layers} layer (num_hidden_layers); an exit needs at least 2")
     try:
         config.recipe.check(text.num_hidden_layers)
     except ValueError as error:
         raise ConfigError(f"recipe: {error}") from None
     return model_config
+
+
+def _check_family(model_config: "PretrainedConfig") -> None:
+    """Raise `ConfigError` unless the family is one that can draft early, told from a model without any weights."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    family = model_config.model_type
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model_config.is_encoder_decoder:
+        raise ConfigError(f"the model is a {family}, no decoder-only causal LM: only those can draft early")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+    except Exception:  # whatever is wrong with it, building it with weights will say
+        return
+    if model_config.get_text_config().num_hidden_layers > 1:  # of fewer our caller speaks
+        try:
+            anatomy(model)
+        except UnsupportedModelError as error:
+            raise ConfigError(f"the model is a {family}, which cannot be trained to draft: {error}") from None
 
 
 def _from_architecture(architecture: dict[str, Any]) -> "PretrainedConfig":

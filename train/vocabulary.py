@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import TrainConfig
-from train.errors import TrainingError, first_line
+from train.errors import TrainingError, cannot_load, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load the tokenizer {name!r}: {first_line(error)}") from None
+        raise TrainingError(cannot_load("the tokenizer", name, error)) from None
     if tokenizer.eos_token_id is None:
         raise TrainingError(
             f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it"
