@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -108,11 +108,22 @@ def _load(model: PreTrainedModel, exits: Sequence[int], rank: int) -> Adapters:
     return adapters.eval().requires_grad_(False)
 
 
-def save_adapters(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Path | None:
-    """Write the model's adapters, in their dtype, into the folder that `save_pretrained` wrote; None if it has none."""
-    adapters = adapters_of(model)
-    if adapters is None:
+def save_adapters(
+    model: PreTrainedModel, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None
+) -> Path | None:
+    """Write the model's adapters into the folder that `save_pretrained` wrote; returns the file, None without any.
+
+    Args:
+        state_dict: the model's, where it was gathered from shards or cast; None: as they are.
+    """
+    prefix = f"{_ATTRIBUTE}."
+    if state_dict is not None:
+        weights = {name.removeprefix(prefix): w for name, w in state_dict.items() if name.startswith(prefix)}
+    else:
+        adapters = adapters_of(model)
+        weights = adapters.state_dict() if adapters is not None else {}
+    if not weights:
         return None
     path = Path(folder) / ADAPTERS_FILE
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in adapters.state_dict().items()}, path)
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, path)
     return path

@@ -15,6 +15,7 @@ from layerskip.card import HubError, read_json, write_model_card
 # paths (config.yaml, provenance.json).
 _UPLOADED = (
     *("README.md", "LICENSE*", "config.json", "generation_config.json", "model*.safetensors", "*.index.json"),
+    "exit_adapters.safetensors",
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
     *("chat_template*", "evaluation.json", "benchmark.json", "metrics.jsonl", "prompts/*.jsonl"),
 )

@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
+from layerskip.presets import PRESETS
 from train.config import TrainConfig
-from train.errors import ConfigError, TrainingError
-from train.parsing import apply_overrides, build, read_yaml
+from train.errors import ConfigError, LocalError, TrainingError
+from train.parsing import apply_overrides, build, nearest, read_yaml
 
 _USAGE = """accelerate launch [--config_file configs/accelerate/ddp.yaml] train CONFIG [section.key=value ...]
        python -m train report RUN"""
@@ -29,6 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     values = apply_overrides(read_yaml(path), overrides)
     for section in [f.name for f in dataclasses.fields(TrainConfig)]:
         values.setdefault(section, {})
+    values["recipe"] = _with_preset(values["recipe"])
     config = build(TrainConfig, values)
     name = config.run.name or path.stem
     run = dataclasses.replace(config.run, name=name, output_dir=config.run.output_dir or f"runs/{name}")
@@ -38,6 +40,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if recipe.total_steps is None:
         recipe = dataclasses.replace(recipe, total_steps=config.optim.max_steps)
     return dataclasses.replace(config, run=run, recipe=recipe)
+
+
+def _with_preset(recipe: Any) -> Any:
+    """The section `recipe` with the values of its `preset`, if it names one, below its own."""
+    if not isinstance(recipe, dict) or recipe.get("preset") is None:
+        return {k: v for k, v in recipe.items() if k != "preset"} if isinstance(recipe, dict) else recipe
+    own = dict(recipe)
+    name = own.pop("preset")
+    if name not in PRESETS:
+        hint = nearest(str(name), list(PRESETS)) or f"; known are {', '.join(PRESETS)}"
+        raise ConfigError(f"recipe.preset is {name!r}, which is no preset{hint}")
+    return {**PRESETS[name], **own}
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -59,6 +73,8 @@ def describe_settings() -> str:
         source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
         comments = dict(re.findall(r"^    (\w+): .*?#\s*(.+)$", source, flags=re.MULTILINE))
         lines.append(f"\n{section.name}:")
+        if section.name == "recipe":
+            lines.append(f"  {'preset=':<34} start from one of {', '.join(PRESETS)}; what is set here goes on top")
         for f in dataclasses.fields(kind):
             default = "" if f.default in (None, dataclasses.MISSING) else f.default
             lines.append(f"  {f.name + '=' + str(default):<34} {comments[f.name]}")
@@ -110,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train(config, argv)
     except (ConfigError, TrainingError) as error:
-        if first_process:  # the others fail for the same reason
+        if first_process or isinstance(error, LocalError):  # else the others fail for the same reason
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

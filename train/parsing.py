@@ -162,4 +162,6 @@ def _coerce_plain(value: Any, kind: type, name: str) -> Any:
             return int(value) if isinstance(value, int) else int(number)
     elif type(value) is kind:
         return value
+    if kind is dict and value is None:  # written but left empty, or taken out by `key=null`
+        return {}
     raise ConfigError(f"{name} is {value!r}; it must be {_WORDS.get(kind, kind.__name__)}")
