@@ -1,4 +1,4 @@
-"""Whose a run folder is, what is written into it, and the lines of metrics that survive a resume."""
+"""Whose a run folder is, and what is written into it."""
 
 import dataclasses
 import json
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from train.command import load_config
-from train.config import TrainConfig, WandbConfig
-from train.errors import ConfigError, TrainingError
+from train.config import TrainConfig
+from train.errors import TrainingError
 from train.run_folder import claim
-from train.tracking import Tracker, flatten, truncate_after, wandb_mode
 
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
@@ -99,59 +98,6 @@ def test_a_checkpoint_that_no_run_wrote_is_not_written_over(tmp_path):
 def test_a_folder_with_other_files_may_be_used(tmp_path):
     (tmp_path / "slurm.log").write_text("")
     claim(config_in(tmp_path), [])
-
-
-# Metrics
-
-
-def test_metrics_are_one_flushed_json_object_a_line(tmp_path):
-    with Tracker(config_in(tmp_path), resumed_step=0) as tracker:
-        tracker.log(1, "train", {"loss": 2.5, "exits": {"1": 3.0}})
-        line = (tmp_path / "metrics.jsonl").read_text()  # there before the tracker is closed
-    assert json.loads(line) == {"step": 1, "kind": "train", "loss": 2.5, "exits": {"1": 3.0}}
-
-
-def test_resuming_drops_the_lines_of_steps_that_were_lost(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 8)) + '{"step": 3, "lo')
-    truncate_after(path, 4)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-
-
-def test_other_processes_write_nothing(tmp_path):
-    with Tracker(config_in(tmp_path), resumed_step=0, enabled=False) as tracker:
-        tracker.log(1, "train", {"loss": 2.5})
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_nested_metrics_are_flat_for_wandb():
-    assert flatten({"loss": 1, "exits": {"2": {"agreement": 0.5}}}, "test") == {
-        "test/loss": 1,
-        "test/exits/2/agreement": 0.5,
-    }
-
-
-def test_wandb_never_asks(monkeypatch, tmp_path):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_mode(WandbConfig(project="p")) == "offline"
-    with pytest.raises(ConfigError, match=r"wandb\.mode is online, but there is no API key"):
-        wandb_mode(WandbConfig(project="p", mode="online"))
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert wandb_mode(WandbConfig(project="p")) == "online"
-    assert wandb_mode(WandbConfig(project="p", mode="offline")) == "offline"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_mode(WandbConfig(project="p")) == "disabled"
-
-
-def test_wandb_writes_offline_into_the_run_folder(tmp_path):
-    config = config_in(tmp_path, "wandb.project=layerskip", "wandb.mode=offline")
-    claim(config, [])
-    with Tracker(config, resumed_step=0) as tracker:
-        tracker.log(1, "train", {"loss": 2.5})
-    run_id = json.loads((tmp_path / "provenance.json").read_text())["run_id"]
-    assert list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
 
 
 def test_settings_are_recorded_whole(tmp_path):
