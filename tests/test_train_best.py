@@ -73,6 +73,7 @@ def run(tmp_path):
         source = ["data.standard_library=false", "data.max_documents=null", f"data.path={path}"]
         source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "optim.max_steps=4", "best.margin=9"]
         source += ["every.evaluate=1", "every.save=4", "every.keep=1", "optim.schedule=constant", "tracking.samples=0"]
+        source += ["best.keep=true"]
         assert train(load_config(TINY, [*source, f"run.output_dir={tmp_path / name}", *overrides])) == 0
         return tmp_path / name
 

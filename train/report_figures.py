@@ -46,9 +46,13 @@ def losses(train: Records, validation: Records) -> str:
         axes.plot(*_columns(seen), color="#9ca3af", linewidth=1, label="last layer, training text")
         for exit_layer, colour, name in _exits(validation):
             points = [(r["step"], r["exits"][exit_layer]["loss"]) for r in validation if exit_layer in r["exits"]]
-            axes.plot(*_columns(points), "o-", color=colour, label=name)
+            axes.plot(*_columns(points), "o-", color=colour, label=name, gid=f"exit-{exit_layer}")
         axes.plot(
-            *_columns([(r["step"], r["last"]["loss"]) for r in validation]), "o-", color=_LAST, label="last layer"
+            *_columns([(r["step"], r["last"]["loss"]) for r in validation]),
+            "o-",
+            color=_LAST,
+            label="last layer",
+            gid="last",
         )
 
     return _figure("Loss on held-out text", "nats a token", draw)
@@ -60,7 +64,7 @@ def shares(validation: Records, name: str, title: str, label: str) -> str:
     def draw(axes: "Axes") -> None:
         for exit_layer, colour, legend in _exits(validation):
             points = [(r["step"], r["exits"][exit_layer][name]) for r in validation if exit_layer in r["exits"]]
-            axes.plot(*_columns(points), "o-", color=colour, label=legend)
+            axes.plot(*_columns(points), "o-", color=colour, label=legend, gid=f"exit-{exit_layer}")
         axes.set_ylim(0, 1)
 
     return _figure(title, label, draw)
