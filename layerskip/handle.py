@@ -31,7 +31,7 @@ class Handle:
     Tell it the step before every forward (`set_step`). If it is never told, each training forward counts as one.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, reference: nn.Module | None = None) -> None:
         self.model = unwrap(model)
         if hasattr(self.model, "_layerskip_handle"):
             raise ValueError("this model already has a recipe: call handle.remove() first")
@@ -48,7 +48,7 @@ class Handle:
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
         self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
         self._head = Head(self.model)
-        self._reference = Reference(self.model) if recipe.reference_weight > 0 else None
+        self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
         self.adapters: Adapters | None = None
         if recipe.adapter_rank is not None:
             self.adapters = attach_adapters(

@@ -132,12 +132,16 @@ class Recipe:
         return cls(**kept)
 
 
-def prepare(model: nn.Module, recipe: Recipe) -> Handle:
+def prepare(model: nn.Module, recipe: Recipe, reference: nn.Module | None = None) -> Handle:
     """Hang `recipe` on `model`: from now on `model(input_ids, labels=labels).loss` is the LayerSkip loss.
 
     Works in any loop (ours, transformers' Trainer, TRL's), since it is hooks on the layers and the model's own
     loss function; parameters, their names and evaluation mode are left as they were. The recipe is written into
     `model.config`, so that every later `save_pretrained` carries it.
+
+    Args:
+        reference: the original that `reference_weight` holds the last layer to, where `model` has moved on from it
+            already (a resume); None: a copy of `model` as it is now.
 
     Returns:
         A handle that is told the step (`set_step`), answers what is active, and takes it all off (`remove`).
@@ -148,4 +152,4 @@ def prepare(model: nn.Module, recipe: Recipe) -> Handle:
     """
     from layerskip.handle import Handle
 
-    return Handle(model, recipe)
+    return Handle(model, recipe, reference)

@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.anatomy import anatomy, decoder_layers
+from layerskip.anatomy import anatomy, decoder_layers, unwrap
 from layerskip.views import Head, Spy, with_layers
 
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 
 
 class Reference:
-    """The original of `model`; build it before anything is trained or hung on the model."""
+    """The original of `model`: `original` where given, else `model` itself with LoRA off, else a copy of it as it is,
+    before anything is hung on it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._tuned = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-        self.model = model if self._tuned else copy.deepcopy(model).eval().requires_grad_(False)
+    def __init__(self, model: PreTrainedModel, original: nn.Module | None = None) -> None:
+        self._tuned = [] if original else [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+        frozen = unwrap(original) if original else model if self._tuned else copy.deepcopy(model)
+        self.model = frozen if self._tuned else frozen.to(model.device).eval().requires_grad_(False)
         layers = decoder_layers(self.model)
         self._spy = Spy(layers[-1])
         self._view = with_layers(self.model, anatomy(self.model).layers_path, [*layers[:-1], self._spy])

@@ -14,6 +14,7 @@ from train.checkpoint import whole_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
 from train.engine import is_sharded
+from train.lora import load_lora
 from train.model import build_model
 from train.setup import Run
 from train.tracking import Tracker
@@ -107,6 +108,9 @@ def _describe(run: Run, best: dict[str, Any] | None, last: float | None) -> str:
 def _load_weights(run: Run, checkpoint: Path) -> None:
     """Give the model the weights of a checkpoint; not for sharded engines, which have no best one."""
     model = run.accelerator.unwrap_model(run.model)
+    if run.config.model.lora_rank:
+        load_lora(model, checkpoint)
+        return
     loaded = build_model(run.config, model.config, checkpoint)
     model.load_state_dict(loaded.state_dict(), strict=False)  # the adapters come below
     if (adapters := adapters_of(model)) is not None and (earlier := adapters_of(loaded)) is not None:

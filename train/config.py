@@ -43,6 +43,10 @@ class ModelConfig:
     save_dtype: Literal["bfloat16", "float32"] = "float32"  # of the weights in the finished checkpoint
     attn_implementation: str | None = None  # transformers' attention: sdpa, eager, flash_attention_2, ...
     gradient_checkpointing: bool = False  # recompute activations: less memory, about a third slower
+    compile: bool = False  # torch.compile each layer: slow to start, faster afterwards on GPUs
+    lora_rank: int | None = None  # train a low-rank update of this rank (PEFT) and no other weights; merged when saved
+    lora_alpha: float | None = None  # the update is scaled by lora_alpha / lora_rank; left out, 2 x lora_rank
+    lora_targets: tuple[str, ...] = ()  # names of the layers to update; left out, all linear layers but the head
 
     def __post_init__(self) -> None:
         given = (self.name_or_path is not None) + bool(self.architecture)
@@ -53,6 +57,11 @@ class ModelConfig:
         check(
             not self.architecture or "model_type" in self.architecture,
             "model.architecture has no model_type; name the family, for example model_type: llama",
+        )
+        check_at_least("model", self, {"lora_rank": 1})
+        check(
+            self.lora_rank is None or not self.architecture,
+            f"model.lora_rank is {self.lora_rank}: it updates a trained model; give model.name_or_path or leave it out",
         )
 
 
@@ -191,4 +200,8 @@ class TrainConfig:
             or self.tokenizer.train_vocab_size is not None,
             "a model from scratch has no tokenizer of its own: give tokenizer.name_or_path or "
             "tokenizer.train_vocab_size",
+        )
+        check(
+            self.model.lora_rank is None or self.recipe.adapter_rank is None,
+            "model.lora_rank changes the model and recipe.adapter_rank freezes it: give one of them",
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip.anatomy import UnsupportedModelError, anatomy
+from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers
 from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError, cannot_load, first_line
 from train.parsing import nearest
@@ -116,7 +116,8 @@ def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoin
     from transformers import AutoModelForCausalLM
 
     attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
-    source = checkpoint or config.model.name_or_path
+    # LoRA's own weights are put on top of the original later.
+    source = (None if config.model.lora_rank else checkpoint) or config.model.name_or_path
     try:
         if source is None:
             torch.manual_seed(config.run.seed)
@@ -130,3 +131,13 @@ def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoin
         # Renamed in transformers 5.24; the old name warns there.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
+
+
+def compile_layers(model: "PreTrainedModel") -> None:
+    """Have torch compile what every decoder layer computes, rows and lengths left open.
+
+    Layer by layer and below the recipe's hooks, which stay as they are: they take rows out of the batch by number,
+    which a compiled graph of the whole model could not hold.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
