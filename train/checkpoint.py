@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
+from layerskip.adapters import save_adapters
+from train.disk import flush, flush_folder, writing
 from train.engine import is_sharded
 from train.errors import TrainingError
+from train.lora import has_lora, merge_lora, save_lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,28 +59,29 @@ def save_checkpoint(
     """Save all that a resume needs, delete all but the newest `keep` checkpoints and the one of step `keep_step`;
     every process calls this.
 
-    Returns the checkpoint's folder. A crash at any moment leaves the older checkpoints as they were.
+    Returns the checkpoint's folder. A crash at any moment leaves the older checkpoints as they were. Raises
+    `TrainingError` if it cannot be written (the disk is full); what was written of it is then gone.
     """
     final = _folder_of(run_folder, progress.step)
     partial = final.with_name(final.name + _PARTIAL)
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
+    with writing(accelerator, partial):
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     save_model(accelerator, model, tokenizer, partial)
-    if is_sharded(accelerator):
-        accelerator.save_state(str(partial / "engine"))
-    elif accelerator.is_main_process:
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        _write_state(partial, progress)
-        _flush(partial)
-        shutil.rmtree(final, ignore_errors=True)  # of an earlier, longer attempt at this run
-        os.replace(partial, final)
-        _flush_folder(final.parent)
-        _prune(final.parent, keep, keep_step)
-    accelerator.wait_for_everyone()
+    with writing(accelerator, partial, alone=is_sharded(accelerator)):
+        if is_sharded(accelerator):
+            accelerator.save_state(str(partial / "engine"))
+        elif accelerator.is_main_process:
+            torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+    with writing(accelerator, partial):
+        if accelerator.is_main_process:
+            _write_state(partial, progress)
+            flush(partial)
+            shutil.rmtree(final, ignore_errors=True)  # of an earlier, longer attempt at this run
+            os.replace(partial, final)
+            flush_folder(final.parent)
+            _prune(final.parent, keep, keep_step)
     return final
 
 
@@ -89,12 +92,30 @@ def save_model(
     folder: Path,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the model and tokenizer as an ordinary Hugging Face checkpoint; every process calls this."""
+    """Write the model and tokenizer as an ordinary Hugging Face checkpoint; every process calls this.
+
+    Raises `TrainingError` if it cannot be written, with `folder` removed.
+    """
     weights = accelerator.get_state_dict(model)  # gathered on the first process if sharded
-    if not accelerator.is_main_process:
-        return
-    inner: PreTrainedModel = accelerator.unwrap_model(model)
-    inner.save_pretrained(folder, state_dict={name: weight.to(dtype) for name, weight in weights.items()})
+    with writing(accelerator, folder):
+        if accelerator.is_main_process:
+            _write_model(accelerator.unwrap_model(model), weights, tokenizer, folder, dtype)
+
+
+def _write_model(
+    inner: "PreTrainedModel",
+    weights: dict[str, torch.Tensor],
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    if has_lora(inner):
+        if dtype == torch.float32:  # a finished checkpoint in another dtype is not resumed from
+            save_lora(weights, folder)
+        weights = merge_lora(weights, inner)
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    inner.save_pretrained(folder, state_dict=dict(weights))  # a copy: it takes the adapters out
+    save_adapters(inner, folder, weights)  # exit adapters, where the recipe trains some
     tokenizer.save_pretrained(folder)
     if dtype != torch.float32:  # config.json says which dtype the weights are in
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -103,12 +124,13 @@ def save_model(
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None. Half-written ones are ignored, with a warning."""
-    for folder in reversed(_by_step(checkpoints_folder(run_folder))):
-        if _is_whole(folder):
-            return folder
-        warnings.warn(f"ignoring the half-written checkpoint {folder}", stacklevel=2)
-    return None
+    """The newest whole checkpoint, or None. Half-written ones are passed over."""
+    return next(filter(_is_whole, reversed(_by_step(checkpoints_folder(run_folder)))), None)
+
+
+def half_written(run_folder: Path) -> list[Path]:
+    """Checkpoints that a crash, or a copy that was cut short, left in pieces; the next one saved clears them away."""
+    return [folder for folder in _by_step(checkpoints_folder(run_folder)) if not _is_whole(folder)]
 
 
 def whole_checkpoint(run_folder: Path, step: int) -> Path | None:
@@ -167,27 +189,6 @@ def _is_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _flush(folder: Path) -> None:
-    """Have the disk hold all files below `folder` before they get their final name."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Have the disk hold a folder's list of names. Not every system lets a folder be opened (Windows)."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _prune(folder: Path, keep: int, keep_step: int | None = None) -> None:

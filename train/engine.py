@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -51,7 +52,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         cpu=no_device and not deepspeed,
         mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False),
-        kwargs_handlers=[group, DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[group, DistributedDataParallelKwargs(find_unused_parameters=_leaves_layers_out(config))],
     )
     _check_engine(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -60,6 +61,22 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         settings["gradient_accumulation_steps"] = steps
         settings["gradient_clipping"] = config.optim.max_grad_norm
     return accelerator
+
+
+def _leaves_layers_out(config: TrainConfig) -> bool:
+    """Whether the loss of some step does not depend on the layers above its deepest exit: DDP would wait for them."""
+    return not config.recipe.include_last or config.data.own_text > 0
+
+
+def fill_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give trainable parameters that the step's loss does not depend on a gradient of zeros, before an update.
+
+    DeepSpeed updates them with zeros whatever we do (momentum and weight decay go on), so the other engines have to,
+    or the run would depend on the engine.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _set_threads(wanted: int | None, no_device: bool) -> None:

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import time
 from types import FrameType, TracebackType
+
+# torchrun sends on to its processes the Ctrl-C that the terminal gave them already: that is not a second one.
+_ECHO_SECONDS = 3.0
 
 
 class Interrupts:
-    """While entered, the first SIGINT or SIGTERM only sets `signal`; a second one acts at once, as usual.
+    """While entered, the first SIGINT or SIGTERM only sets `signal`; a second one, some seconds later, acts at once.
 
     `accelerate launch` with one process does not pass a SIGTERM on to it: when that launcher has died, `poll`
     takes it for a SIGTERM.
@@ -14,6 +18,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.signal = 0  # number of the signal received; 0: none
+        self._received = 0.0  # when, in seconds of the monotonic clock
         self._before: dict[int, object] = {}
         self._parent = os.getppid()
         self._launched = "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every accelerate launcher
@@ -33,8 +38,11 @@ class Interrupts:
         return int(self.signal)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        if not self.signal:
+            self.signal, self._received = number, time.monotonic()
+        elif time.monotonic() - self._received > _ECHO_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

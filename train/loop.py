@@ -17,10 +17,10 @@ from torch import Tensor
 
 from train.best import best_so_far, is_best_now
 from train.blocks import IGNORED, Batch, Mixture
-from train.checkpoint import latest_checkpoint, save_checkpoint
+from train.checkpoint import half_written, latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
-from train.engine import autocast
+from train.engine import autocast, fill_gradients
 from train.errors import TrainingError
 from train.evaluate import report
 from train.finish import finish, is_finished, record_before
@@ -42,6 +42,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
     text or model that cannot be used and for a loss that is not finite.
     """
     run = set_up(config, argv)
+    config = run.config  # as decided for this machine
     accelerator, model, optimizer, progress = run.accelerator, run.model, run.optimizer, run.progress
     optim, every, folder = config.optim, config.every, config.run.folder
     main, rank, processes = accelerator.is_main_process, accelerator.process_index, accelerator.num_processes
@@ -94,7 +95,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                     inputs = batch.inputs(accelerator.device)
                     with autocast(accelerator, config):
                         loss = model(**inputs, num_items_in_batch=num_items, use_cache=False).loss
-                    meter.add(loss, run.handle.losses)
+                    meter.add(loss, run.handle.losses, run.handle.reference_loss)
                     if accelerator.sync_gradients:  # before backward: DeepSpeed steps inside it
                         stop = agree(run, meter.step_loss, interrupts)
                     accelerator.backward(loss * scale)
@@ -147,6 +148,8 @@ def announce(run: Run, reporter: Reporter) -> None:
         reporter.say(note)
     kind = accelerator.distributed_type
     engine = "1 process" if kind == DistributedType.NO else f"{kind.value} over {accelerator.num_processes} processes"
+    for folder in half_written(config.run.folder):
+        reporter.say(f"ignored the half-written checkpoint {folder}")
     where = f"resumed from {run.resumed}" if run.resumed else "from the start"
     reporter.say(f"{engine} on {accelerator.device.type}, {config.model.dtype}; {where}; in {config.run.folder}")
 
@@ -179,8 +182,11 @@ def agree(run: Run, step_loss: Tensor, interrupts: Interrupts) -> bool:
 
 def clip_gradients(run: Run) -> float:
     """Scale gradients down to `optim.max_grad_norm`; returns their norm. `TrainingError` if not finite."""
+    deepspeed = run.accelerator.distributed_type == DistributedType.DEEPSPEED
+    if not deepspeed:
+        fill_gradients(run.model.parameters())
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), run.config.optim.max_grad_norm)
-    if run.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has clipped and stepped already
+    if deepspeed:  # has clipped and stepped already
         return float(norm or 0.0)
     assert norm is not None
     norm = float(norm)

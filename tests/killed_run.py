@@ -1,0 +1,48 @@
+"""The program `train`, killed at a given moment: `python -m tests.killed_run step:7 CONFIG [section.key=value ...]`.
+
+`step:7` is before the eighth step's first forward; `write:10` is while the checkpoint of step 10 is written, all its
+files there and nothing of it flushed. The signal is SIGKILL: nothing is tidied up. Only process 1 dies, if there are
+several.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from train import checkpoint, loop
+from train.command import main
+
+
+def kill() -> None:
+    """Die as in a power cut."""
+    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(place: str, number: int) -> None:
+    """Have the run die at step `number`, or while that step's checkpoint is written."""
+    if place == "step":
+        seed_step = loop.seed_step
+
+        def dying(seed: int, step: int, rank: int) -> None:
+            if step == number:
+                kill()
+            seed_step(seed, step, rank)
+
+        loop.seed_step = dying
+    else:
+        flush = checkpoint.flush
+
+        def dying_flush(folder: Path) -> None:
+            if folder.name == f"step-{number:06d}.partial":
+                kill()
+            flush(folder)
+
+        checkpoint.flush = dying_flush
+
+
+if __name__ == "__main__":
+    moment, *arguments = sys.argv[1:]
+    kill_at(moment.split(":")[0], int(moment.split(":")[1]))
+    sys.exit(main(arguments))

@@ -1,0 +1,120 @@
+"""Two processes train as one, whatever engine shares the model out: gradients, losses, dropped rows, checkpoint.
+
+FSDP2 is PyTorch's `fully_shard` on the recipe itself: accelerate turns FSDP off where there is no GPU. ZeRO needs
+DeepSpeed, which `make setup` leaves out (it adds seconds to every import of transformers); `scripts/check.sh` lays it
+over the environment for this file.
+"""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from layerskip.forecast import measure_exits
+from tests import tiny
+from tests.engine_worker import NUM_LAYERS, STEPS, VARIANTS, batches
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH, DEEPSPEED = ("ddp", "fsdp2"), ("zero1", "zero2", "zero3")
+NAMES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP2"}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The folder of an engine's results; its group of engines is run once, in one pair of processes."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    @cache
+    def run(engines: tuple[str, ...], processes: int) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        started = []
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(processes)}
+            environment = os.environ | (place | address if processes > 1 else {}) | {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "tests.engine_worker", str(folder), *engines]
+            log = (folder / f"{engines[0]}-{rank}.log").open("w")
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        for process in started:
+            process.wait(timeout=600)
+        # Not the exit codes: DeepSpeed's processes sometimes end in "terminate called" when all is done.
+        return "".join(path.read_text()[-3000:] for path in folder.glob(f"{engines[0]}-*.log"))
+
+    def results_of(engine: str, variant: str) -> SimpleNamespace:
+        group = next((group for group in (TORCH, DEEPSPEED) if engine in group), (engine,))
+        output = run(group, 1 if engine == "plain" else 2)
+        path = folder / engine / f"{variant}.pt"
+        assert path.is_file(), output
+        rows = [torch.load(rows) for rows in sorted(path.parent.glob(f"{variant}.rows-*.pt"))]
+        return SimpleNamespace(**torch.load(path), rows=rows, checkpoint=path.with_suffix(""))
+
+    return results_of
+
+
+engines = pytest.mark.parametrize(
+    "engine", [*TORCH, *(pytest.param(name, marks=needs_deepspeed) for name in DEEPSPEED)]
+)
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@engines
+@variants
+def test_gradients_and_losses_are_those_of_one_process(results, engine, variant):
+    one, two = results("plain", variant), results(engine, variant)
+    assert two.engine == NAMES.get(engine, "DEEPSPEED")
+    assert two.gradients.keys() == one.gradients.keys()
+    for name, gradient in one.gradients.items():
+        assert gradient.any(), name  # or there is nothing to compare
+        size = float(gradient.abs().max())
+        torch.testing.assert_close(two.gradients[name], gradient, rtol=1e-5, atol=1e-5 * size, msg=name)
+    assert len(one.losses) == STEPS
+    assert two.losses == pytest.approx(one.losses, rel=1e-6)
+    assert two.exits == one.exits
+
+
+@engines
+@variants
+def test_each_row_drops_the_same_layers_and_each_process_calls_all_layers(results, engine, variant):
+    [one], two = results("plain", variant).rows, results(engine, variant).rows
+    assert [first + second for first, second in zip(*two, strict=True)] == one
+    assert len(one) == STEPS * VARIANTS[variant].micro_steps * NUM_LAYERS
+
+
+@pytest.mark.parametrize("variant", [name for name, variant in VARIANTS.items() if variant.recipe.max_dropout])
+def test_some_micro_batches_are_dropped_whole_on_one_process(results, variant):
+    assert any(all(first) != all(second) for first, second in zip(*results("ddp", variant).rows, strict=True))
+
+
+def test_the_rotation_trains_other_exits_in_turn_and_leaves_the_last_layer_out(results):
+    exits = results("plain", "rotating").exits
+    assert len(set(exits)) > 3
+    assert [NUM_LAYERS in active for active in exits] == [step not in (4, 6, 7) for step in range(STEPS)]
+
+
+@engines
+@variants
+def test_the_checkpoint_is_an_ordinary_one(results, engine, variant):
+    one, two = results("plain", variant), results(engine, variant)
+    models = [AutoModelForCausalLM.from_pretrained(result.checkpoint).eval() for result in (one, two)]
+    with torch.no_grad():
+        logits = [model(batches(99)).logits for model in models]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    untrained = tiny.llama(num_layers=NUM_LAYERS, **VARIANTS[variant].model)
+    frozen = VARIANTS[variant].recipe.adapter_rank is not None
+    assert torch.equal(untrained(batches(99)).logits, logits[1]) == frozen
+    # What was measured under the engine, exits and all, is what the checkpoint does.
+    measured = {exit_layer: m.loss for exit_layer, m in measure_exits(models[1], [batches(99)]).items()}
+    assert two.measured == pytest.approx(measured, rel=1e-5)
+    assert two.measured == pytest.approx(one.measured, rel=1e-5)
