@@ -321,7 +321,7 @@ def test_held_out_text_may_have_a_file_or_split_of_its_own(tmp_path):
     [
         ({}, "data: give exactly one of standard_library, path and dataset; 0 are given"),
         ({"path": ("a",), "weight": 0.0}, "data.weight is 0.0; it must be above 0"),
-        ({"path": ("a",), "prompt_column": "q"}, "data: prompt_column and completion_column go together; one is given"),
+        ({"path": ("a",), "completion_column": "q"}, "data: completion_column goes with prompt_column; give both"),
         ({"dataset": "a", "eval_path": ("b",)}, "data.eval_path goes with path; for a dataset: eval_split"),
         ({"dataset": "a", "eval_split": "train"}, "data.eval_split is 'train', the split that is trained on"),
         ({"standard_library": True, "messages_column": "m"}, "data: standard_library has no columns"),

@@ -15,7 +15,7 @@ import jinja2
 
 from train.bad_rows import BadRowError
 from train.errors import TrainingError, first_line
-from train.messages import ASSISTANT, Message
+from train.messages import ASSISTANT, Message, asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +67,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model is given before the last answer. Raises `BadRowError` as `encode`."""
-        last = max(index for index, message in enumerate(messages) if message["role"] == ASSISTANT)
-        return self.render(messages[:last], add_generation_prompt=True)
+        return self.render(asked(messages), add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The conversation as text. Raises `BadRowError` if the template refuses it."""

@@ -110,11 +110,29 @@ def _report(argv: Sequence[str]) -> int:
     return 0
 
 
+def _regenerate(argv: Sequence[str]) -> int:
+    """`python -m train regenerate CONFIG --output FILE`: have the model answer the prompts of `data`."""
+    from train.regenerate import run
+    from train.regenerate_options import parser
+
+    arguments = parser().parse_intermixed_args(argv)
+    try:
+        return run(arguments, load_config(arguments.config, arguments.overrides))
+    except (ConfigError, TrainingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from there", file=sys.stderr)
+        return 130
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns 0, 1 (training failed), 2 (wrong settings) or 128 + signal (stopped)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["report"]:
         return _report(argv[1:])
+    if argv[:1] == ["regenerate"]:
+        return _regenerate(argv[1:])
     arguments = _parser().parse_intermixed_args(argv)
     first_process = os.environ.get("RANK", "0") == "0"
     try:

@@ -1,6 +1,8 @@
 """What a person sees of a run: a bar on a terminal, plain lines in a file, tables of evaluations."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +71,26 @@ class Reporter:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` things; call what it gives with how many more are done. In a file, a line each tenth."""
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(bar_width=16), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("left"), console=console, disable=not console.is_terminal) as bar:
+        task, start, done = bar.add_task("", total=total), time.perf_counter(), 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            tenth = done * 10 // total
+            done += more
+            bar.update(task, completed=done)
+            if bar.disable and done * 10 // total > tenth:
+                left = (time.perf_counter() - start) / done * (total - done)
+                console.print(f"{what} {done}/{total}  {_clock(left)} left")
+
+        yield count
 
 
 def _clock(seconds: float) -> str:

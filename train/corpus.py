@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.bad_rows import BadRowError, BadRows
-from train.errors import TrainingError
+from train.errors import ConfigError, TrainingError
 from train.messages import Message, conversation, flatten, opening
 from train.rows import Row, read_rows
 from train.text_config import SourceConfig
@@ -49,22 +49,28 @@ def split_of(group: str, held_out: float) -> str:
     return "test" if share < held_out else "validation" if share < 2 * held_out else "train"
 
 
-def read_documents(source: SourceConfig, held_out: float, bad: BadRows) -> Iterator[Document]:
+def read_documents(
+    source: SourceConfig, held_out: float, bad: BadRows, needs_answers: bool = True
+) -> Iterator[Document]:
     """The documents of `source` with their splits, without empty ones, `source.max_documents` at most of either part.
 
     A share of `source` is held out, or what `eval_path` or `eval_split` names: one half of that for validation,
-    one for test. Raises `TrainingError` for missing or unreadable files, an unknown dataset or column, too many
-    unusable rows, and a source without text.
+    one for test. Conversations and prompts without an answer are documents if `needs_answers` is false.
+
+    Raises `ConfigError` for a prompt_column alone where they are not, `TrainingError` for missing or unreadable
+    files, an unknown dataset or column, too many unusable rows, and a source without text.
     """
+    if needs_answers and source.prompt_column is not None and source.completion_column is None:
+        raise ConfigError("data.prompt_column is given alone; training needs completion_column, too")
     has_eval = bool(source.eval_path) or source.eval_split is not None
     count = 0
-    for document in _read_part(source, bad):
+    for document in _read_part(source, bad, needs_answers):
         yield document._replace(split="train" if has_eval else split_of(document.group, held_out))
         count += 1
     if count == 0:
         raise TrainingError(f"the data set is empty: no document of {describe(source)} holds any text")
     if has_eval:
-        for document in _read_part(source, bad, held_out=True):
+        for document in _read_part(source, bad, needs_answers, held_out=True):
             # Half and half: split_of with 0.5 leaves nothing to train on.
             yield document._replace(split=split_of(document.group, 0.5))
 
@@ -76,11 +82,11 @@ def describe(source: SourceConfig) -> str:
     return f"data.dataset={source.dataset}" if source.dataset else f"data.path={','.join(source.path)}"
 
 
-def _read_part(source: SourceConfig, bad: BadRows, held_out: bool = False) -> Iterator[Document]:
+def _read_part(source: SourceConfig, bad: BadRows, needs_answers: bool, held_out: bool = False) -> Iterator[Document]:
     if source.standard_library:
         documents = _standard_library(source.max_documents)
     else:
-        documents = _documents_of_rows(source, bad, held_out)
+        documents = _documents_of_rows(source, bad, needs_answers, held_out)
     count = 0
     for document in documents:
         if document.text.strip():
@@ -107,14 +113,17 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
         yield Document(text, path.as_posix(), path.parts[0].removesuffix(".py"))
 
 
-def _documents_of_rows(source: SourceConfig, bad: BadRows, held_out: bool) -> Iterator[Document]:
+def _documents_of_rows(source: SourceConfig, bad: BadRows, needs_answers: bool, held_out: bool) -> Iterator[Document]:
     first = True
     for row in read_rows(source, bad, held_out):
         if first and not row.is_file:
             _check_columns(row, source)
             first = False
         try:
-            yield Document(row.values["text"], row.name, row.name) if row.is_file else to_document(row, source)
+            if row.is_file:
+                yield Document(row.values["text"], row.name, row.name)
+            else:
+                yield to_document(row, source, needs_answers)
         except BadRowError as error:
             bad.add(row.name, str(error))
 
@@ -128,7 +137,7 @@ def _check_columns(row: Row, source: SourceConfig) -> None:
             )
 
 
-def to_document(row: Row, source: SourceConfig) -> Document:
+def to_document(row: Row, source: SourceConfig, needs_answers: bool = True) -> Document:
     """A row as a document. Its group is `group_column`, else the prompt or text itself, so that rows which say the
     same stay on one side. Raises `BadRowError` for a column that is not there or holds something else."""
     for column in source.columns.values():
@@ -137,14 +146,20 @@ def to_document(row: Row, source: SourceConfig) -> Document:
     messages: tuple[Message, ...] = ()
     prompt_length = 0
     if source.messages_column is not None:
-        messages = conversation(row.values[source.messages_column], source.messages_column)
-    elif source.prompt_column is not None and source.completion_column is not None:
-        prompt, completion = row.values[source.prompt_column], row.values[source.completion_column]
+        column = source.messages_column
+        messages = conversation(row.values[column], column, needs_answer=needs_answers)
+    elif source.prompt_column is not None:
+        prompt = row.values[source.prompt_column]
+        answer = row.values[source.completion_column] if source.completion_column is not None else None
         if source.as_chat:
-            said = conversation(prompt, source.prompt_column, role="user")
-            messages = (*said, *conversation(completion, source.completion_column, role="assistant"))
+            messages = conversation(prompt, source.prompt_column, role="user", needs_answer=False)
+            if source.completion_column is not None:
+                messages += conversation(answer, source.completion_column, role="assistant")
         else:
-            parts = [_text(prompt, source.prompt_column), _text(completion, source.completion_column)]
+            parts = [
+                _text(prompt, source.prompt_column),
+                _text(answer, str(source.completion_column)) if answer else "",
+            ]
             text, prompt_length = "".join(parts), len(parts[0])
     else:
         text = _text(row.values[source.text_column], source.text_column)

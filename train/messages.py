@@ -11,11 +11,11 @@ Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 
 
-def conversation(value: Any, column: str, role: str | None = None) -> tuple[Message, ...]:
+def conversation(value: Any, column: str, role: str | None = None, needs_answer: bool = True) -> tuple[Message, ...]:
     """A column's value as messages; where `role` is given, a lone text is one message of that role.
 
-    Raises `BadRowError` for what is no list of {role, content}, and where something must be learnt (`role` is
-    not "user") and no assistant speaks.
+    Raises `BadRowError` for what is no list of {role, content}, and under `needs_answer` if no assistant speaks;
+    messages after the last answer are then left out.
     """
     if isinstance(value, str) and role is not None:
         return ({"role": role, "content": value},)
@@ -28,10 +28,10 @@ def conversation(value: Any, column: str, role: str | None = None) -> tuple[Mess
         raise BadRowError(f"has {type(value).__name__} in {column!r}, not a list of {{role, content}}")
     messages = tuple(_message(message, number, column) for number, message in enumerate(value, start=1))
     # What is said after the last answer is not learnt and leads to nothing.
-    while role != "user" and messages and messages[-1]["role"] != ASSISTANT:
+    while needs_answer and messages and messages[-1]["role"] != ASSISTANT:
         messages = messages[:-1]
     if not messages:
-        raise BadRowError(f"has no message of an assistant in {column!r}" if role != "user" else f"has no {column!r}")
+        raise BadRowError(f"has no message {'of an assistant ' if needs_answer else ''}in {column!r}")
     return messages
 
 
@@ -47,9 +47,18 @@ def _message(message: Mapping[str, Any], number: int, column: str) -> Message:
 
 def flatten(messages: Sequence[Message]) -> str:
     """What is said, a paragraph a message: for a tokenizer to be trained on; empty if no answer says anything."""
-    if not any(message.get("content", "").strip() for message in messages if message["role"] == ASSISTANT):
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    if answers and not any(message.get("content", "").strip() for message in answers):
         return ""
     return "\n\n".join(message.get("content", "") for message in messages)
+
+
+def asked(messages: Sequence[Message]) -> Sequence[Message]:
+    """What the model is given: all but the last answer. Raises `BadRowError` if that is nothing."""
+    before = messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
+    if not before:
+        raise BadRowError("has no message before its answer")
+    return before
 
 
 def opening(messages: Sequence[Message]) -> str:

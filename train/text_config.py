@@ -20,7 +20,7 @@ class SourceConfig:
     text_column: str = "text"  # column (key of a .jsonl line) that holds the text
     messages_column: str | None = None  # column of conversations, lists of {role, content}: answers alone are learnt
     prompt_column: str | None = None  # column of prompts, with completion_column: completions alone are learnt
-    completion_column: str | None = None  # column of what follows the prompt
+    completion_column: str | None = None  # column of what follows the prompt; only regenerate does without
     as_chat: bool = True  # prompt and completion are a user's and an assistant's turn; false: joined as they are
     group_column: str | None = None  # column that names what a row belongs to: rows of a group are held out together
     max_documents: int | None = None  # use only this many documents
@@ -54,10 +54,10 @@ class SourceConfig:
         check(given == 1, f"{section}: give exactly one of standard_library, path and dataset; {given} are given")
         check_at_least(section, self, {"max_documents": 3})
         check(0 < self.weight < float("inf"), f"{section}.weight is {self.weight}; it must be above 0")
-        pair = (self.prompt_column is not None) + (self.completion_column is not None)
-        check(pair != 1, f"{section}: prompt_column and completion_column go together; one is given")
+        pair = self.prompt_column is not None, self.completion_column is not None
+        check(pair != (False, True), f"{section}: completion_column goes with prompt_column; give both")
         check(
-            self.messages_column is None or not pair,
+            self.messages_column is None or not any(pair),
             f"{section}: messages_column and prompt_column exclude each other: give one",
         )
         check(
