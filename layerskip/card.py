@@ -127,26 +127,35 @@ _RUN_LENGTH = {"steps": "optimizer steps", "tokens": "training tokens"}
 
 
 def _exits(carried: dict[str, Any] | None, evaluation: dict[str, Any]) -> str:
-    test = (evaluation.get("after") or {}).get("test") or {}
+    test, earlier = ((evaluation.get(when) or {}).get("test") or {} for when in ("after", "before"))
     exits = test.get("exits") or carried or {}
     if not exits:
         return ""
+    known = earlier.get("exits") or {}
     rows = [
-        (exit_layer, *(_cell(numbers.get(key)) for key in ("loss", "agreement", "overlap")))
+        (exit_layer, *(_change(known.get(exit_layer), numbers, key) for key in ("loss", "agreement", "overlap")))
         for exit_layer, numbers in sorted(exits.items(), key=lambda item: int(item[0]))
     ]
     text = (
         "## Exits\n\nEvery exit on held-out text: its loss (nats a token), how often its most probable token "
         "is the whole model's (`agreement`: accepted when decoding greedily), and how much the two "
-        "distributions share (`overlap`: accepted when sampling at temperature 1).\n\n"
+        "distributions share (`overlap`: accepted when sampling at temperature 1)"
+        + ("; before → after training.\n\n" if earlier else ".\n\n")
     )
     after, before = _last_loss(evaluation, "after"), _last_loss(evaluation, "before")
     if after is not None:
-        rows.append(("whole model", _cell(after), "1", "1"))
+        rows.append(("whole model", _change(earlier.get("last"), test["last"], "loss"), "1", "1"))
     text += _table(("layers run", "loss", "agreement", "overlap"), rows)
     if after is not None and before is not None:
-        text += f"\n\nLoss of the whole model on that text: {before:.4f} before training, {after:.4f} after."
+        change = f"{after / before - 1:+.1%}"
+        text += f"\n\nLoss of the whole model on that text: {before:.4f} before training, {after:.4f} after ({change})."
     return text
+
+
+def _change(before: dict[str, Any] | None, after: dict[str, Any], key: str) -> str:
+    """One number, with what it was before training, if that is known."""
+    number = _cell(after.get(key))
+    return f"{_cell(before[key])} → {number}" if before and key in before else number
 
 
 def _speed(benchmark: dict[str, Any], evaluation: dict[str, Any]) -> str:

@@ -35,8 +35,9 @@ def run_dir(tmp_path) -> Path:
     write(folder, "generation_config", {"layerskip": {"exit_layer": 2, "num_draft_tokens": 5}})
     split = {"last": {"loss": 3.5}, "exits": exits}
     setting = {"exit_layer": 2, "num_draft_tokens": 5, "chosen_on": "validation"}
+    untrained = {"2": {"loss": 7.0, "agreement": 0.125, "overlap": 0.0}}
     evaluation = {
-        "before": {"test": {"last": {"loss": 3.25}, "exits": exits}, "validation": split},
+        "before": {"test": {"last": {"loss": 3.25}, "exits": untrained}, "validation": split},
         "after": {"test": split, "validation": split},
         "setting": {**setting, "forecast": {"mean_acceptance_length": 2.5, "speedup": 1.5}},
         "steps": 20,
@@ -89,8 +90,9 @@ def test_the_card_tells_the_runs_own_numbers(run_dir):
         "| `max_dropout` | 0.1 |",
         "| `exits` | 2, 10 |",
         "| training tokens | 123,456 |",
-        "| 2 | 6 | 0.25 | 0.5 |\n| 10 | 14 | 0.25 | 0.5 |\n| whole model | 3.5 |",  # by depth, not by letters
-        "3.2500 before training, 3.5000 after",
+        "| 2 | 7 → 6 | 0.125 → 0.25 | 0 → 0.5 |\n| 10 | 14 | 0.25 | 0.5 |\n",  # by depth, not by letters
+        "| whole model | 3.25 → 3.5 |",
+        "3.2500 before training, 3.5000 after (+7.7%)",
         "2.50 tokens a verify step, 1.50 times plain",
         "a processor",
     ):

@@ -90,6 +90,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_the_best_survives_pruning_and_may_be_exported_later(run, capsys):
     folder = run("run")
     best = best_record(validations(folder), 9, from_scratch=True)["step"]
@@ -113,6 +114,7 @@ def test_the_best_survives_pruning_and_may_be_exported_later(run, capsys):
     assert "is finished already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_keeping_the_best_does_not_disturb_the_run_nor_its_resumption(run):
     without = run("without", "best.keep=false")
     assert [path.name for path in (without / "checkpoints").iterdir()] == ["step-000004"]
@@ -126,6 +128,7 @@ def test_keeping_the_best_does_not_disturb_the_run_nor_its_resumption(run):
     assert [line["step"] for line in validations(broken)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_forecasts_before_and_after_a_resumption_go_by_the_same_costs(run):
     folder = run("run", "optim.max_steps=2")
     path = folder / "costs.json"
@@ -142,6 +145,7 @@ def test_forecasts_before_and_after_a_resumption_go_by_the_same_costs(run):
     assert json.loads(path.read_text())["seconds"]["plain"] < 1
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_told(run, capsys):
     folder = run("run")
     best = best_record(validations(folder), 9, from_scratch=True)["step"]

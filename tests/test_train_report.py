@@ -28,7 +28,7 @@ def run(tmp_path_factory) -> Path:
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": " ".join(row)}) for row in words))
     source = ["data.standard_library=false", "data.max_documents=null", f"data.path={folder / 'text.jsonl'}"]
     source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "every.log=1", "every.evaluate=2"]
-    source += [f"run.output_dir={folder / 'run'}", "optim.schedule=constant", "every.save=2"]
+    source += [f"run.output_dir={folder / 'run'}", "optim.schedule=constant", "every.save=2", "tracking.report=true"]
     for steps in (3, 6):
         config = load_config(TINY, [*source, f"optim.max_steps={steps}"])
         assert train(config, ["tiny.yaml", f"optim.max_steps={steps}"]) == 0

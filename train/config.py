@@ -157,6 +157,7 @@ class TrackingConfig:
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online if an API key is there
     samples: int = 3  # held-out prompts that the model continues at every evaluation
     sample_tokens: int = 48  # tokens of each continuation
+    report: bool = True  # write report.html when the run is finished; `python -m train report RUN` does it any time
 
     def __post_init__(self) -> None:
         for name in self.trackers:

@@ -71,7 +71,8 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
         _write_json(folder / _EVALUATION, record)
         _compare(record, run, reporter, tracker)
         write_model_card(folder)
-        try_report(folder, reporter)
+        if run.config.tracking.report:
+            try_report(folder, reporter)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
         if run.config.hub.repo_id:
             _upload(run.config.hub, folder, reporter)
