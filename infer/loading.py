@@ -15,6 +15,7 @@ from infer.errors import InputError, first_line
 from infer.options import ModelOptions, Tuned
 from infer.source import local_folder
 from layerskip.anatomy import check_exit_layer
+from layerskip.machine import fast_dtype
 from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
 from layerskip.stages import Stages
 
@@ -54,6 +55,8 @@ def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) 
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     read = AutoModelForCausalLM.from_pretrained
     model = _read(options.model, "a causal language model", read, source, config=config, dtype=dtype)
+    if options.dtype == "auto" and device.type == "cpu" and fast_dtype(device) == torch.float32:
+        model = model.float()  # half precision would be emulated here, and several times slower
     model = model.to(device).eval()
     _name_padding(model)
     try:

@@ -15,7 +15,7 @@ class ModelOptions:
     """Which model to load, and how."""
 
     model: str  # local folder or Hub id
-    dtype: str = "auto"  # of the weights and the arithmetic; auto: what the checkpoint says
+    dtype: str = "auto"  # of the weights and the arithmetic; auto: the checkpoint's, where the machine has it
     device: str | None = None  # as torch names it; None: the GPU if there is one
     threads: int | None = None  # CPU threads; None: torch's choice
 
@@ -67,7 +67,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder or Hub id of a causal language model")
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--dtype", choices=DTYPES, default=ModelOptions.dtype, help="auto: the checkpoint's own (default)"
+        "--dtype",
+        choices=DTYPES,
+        default=ModelOptions.dtype,
+        help="auto: the checkpoint's own, but float32 on a CPU without bfloat16 (default)",
     )
     group.add_argument(
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps, ... (default: the GPU if there is one)"

@@ -2,9 +2,9 @@
 
     python scripts/recipe_cost.py [--threads 2] [--rows 4] [--length 512] [--repeats 3] [--clock wall|cpu]
 
-A step is forward, backward and AdamW of a model with the shape of SmolLM2-135M (random weights; only shapes matter),
-bfloat16 autocast over float32 weights, on random tokens. Times: arms interleaved, the median of the repeats. Memory:
-the peak of a process that does one arm's steps alone, from which the state before the step is not taken off.
+A step is forward, backward and AdamW of a model with the shape of SmolLM2-135M (random weights; only shapes matter)
+on random tokens: float32 weights, under bfloat16 autocast where the CPU has bfloat16. Times: arms interleaved, the
+median of the repeats. Memory: the peak of a process that does one step of one arm, model and optimizer included.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from layerskip.machine import fast_dtype
 from layerskip.recipe import Recipe, prepare
 
 SHALLOW = {"exits": (3,), "exit_weights": "uniform", "exit_loss_scale": 0.5, "curriculum": "all"}
@@ -68,7 +69,7 @@ def training_step(model: LlamaForCausalLM, recipe: Recipe | None, ids: torch.Ten
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
         if handle:
             handle.set_step(i)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast_dtype() == torch.bfloat16):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -119,7 +120,10 @@ def main() -> None:
         return
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
     measured = times(ids, arguments.repeats, clock)
-    print(f"{arguments.rows} x {arguments.length} tokens, {arguments.threads} threads, {arguments.clock} time\n")
+    print(
+        f"{arguments.rows} x {arguments.length} tokens, {arguments.threads} threads, {fast_dtype()}, "
+        f"{arguments.clock} time\n"
+    )
     print("| recipe | step, s | against plain |\n|---|---|---|")
     for name, seconds in measured.items():
         print(f"| {name} | {seconds:.2f} | {seconds / measured['plain']:.2f}x |")

@@ -39,8 +39,8 @@ class ModelConfig:
 
     name_or_path: str | None = None  # local folder or Hub id of the checkpoint to continue from
     architecture: dict[str, Any] = field(default_factory=dict)  # from scratch: transformers settings
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # arithmetic of autocast; weights stay float32
-    save_dtype: Literal["bfloat16", "float32"] = "float32"  # of the weights in the finished checkpoint
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # arithmetic; auto: bfloat16 where this machine has it
+    save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # weights of the finished checkpoint; auto: as dtype
     attn_implementation: str | None = None  # transformers' attention: sdpa, eager, flash_attention_2, ...
     gradient_checkpointing: bool = False  # recompute activations: less memory, about a third slower
     compile: bool = False  # torch.compile each layer: slow to start, faster afterwards on GPUs

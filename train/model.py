@@ -1,11 +1,13 @@
 """The model to train: checked against the other settings from its config alone, then loaded or made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers
+from layerskip.machine import fast_dtype
 from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError, cannot_load, first_line
 from train.parsing import nearest
@@ -131,6 +133,15 @@ def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoin
         # Renamed in transformers 5.24; the old name warns there.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
+
+
+def decide_dtypes(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The config with `model.dtype` and `model.save_dtype` of "auto" decided for `device`."""
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if fast_dtype(device) == torch.bfloat16 else "float32"
+    saved = dtype if config.model.save_dtype == "auto" else config.model.save_dtype
+    return replace(config, model=replace(config.model, dtype=dtype, save_dtype=saved))
 
 
 def compile_layers(model: "PreTrainedModel") -> None:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     """Write the answers; returns 0. Raises `ConfigError` and `TrainingError` as the training does."""
     options = RegenerateOptions(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(RegenerateOptions)})
-    if config.model.name_or_path is None:
-        raise ConfigError("regenerate needs a trained model: give model.name_or_path, not model.architecture")
+    config = _with_trained_model(config)
     kinds = {source.is_chat for source in config.data.all_sources}
     check(len(kinds) == 1, "data.sources has conversations and texts; regenerate the one, then the other")
 
@@ -49,6 +48,18 @@ def run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     columns = "data.messages_column=messages" if template is not None else "data.text_column=text"
     reporter.say(f"train on it with: data.path={options.output} {columns} data.group_column=group")
     return 0
+
+
+def _with_trained_model(config: TrainConfig) -> TrainConfig:
+    """The config, with the run's finished checkpoint for a model that is trained from scratch."""
+    if config.model.name_or_path is not None:
+        return config
+    folder = config.run.folder
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"regenerate needs a trained model: give model.name_or_path; {folder} holds none yet")
+    model = dataclasses.replace(config.model, name_or_path=str(folder), architecture={})
+    tokenizer = dataclasses.replace(config.tokenizer, name_or_path=None, train_vocab_size=None)
+    return dataclasses.replace(config, model=model, tokenizer=tokenizer)
 
 
 def fingerprint(options: RegenerateOptions, config: TrainConfig) -> dict[str, Any]:
