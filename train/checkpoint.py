@@ -2,6 +2,7 @@
 
     checkpoints/step-000100/
       config.json model.safetensors tokenizer.json ...   an ordinary Hugging Face checkpoint
+      config.yaml provenance.json                        where it comes from
       optimizer.pt, or engine/                           AdamW's state; for sharded engines all they need
       state.json                                         step and tokens, and the size of every file here
 
@@ -76,6 +77,8 @@ def save_checkpoint(
             torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     with writing(accelerator, partial):
         if accelerator.is_main_process:
+            for name in ("config.yaml", "provenance.json"):
+                shutil.copy(run_folder / name, partial / name)
             _write_state(partial, progress)
             flush(partial)
             shutil.rmtree(final, ignore_errors=True)  # of an earlier, longer attempt at this run

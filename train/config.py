@@ -45,7 +45,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False  # recompute activations: less memory, about a third slower
     compile: bool = False  # torch.compile each layer: slow to start, faster afterwards on GPUs
     lora_rank: int | None = None  # train a low-rank update of this rank (PEFT) and no other weights; merged when saved
-    lora_alpha: float | None = None  # the update is scaled by lora_alpha / lora_rank; left out, 2 x lora_rank
+    lora_alpha: int | None = None  # the update is scaled by lora_alpha / lora_rank; left out, 2 x lora_rank
     lora_targets: tuple[str, ...] = ()  # names of the layers to update; left out, all linear layers but the head
 
     def __post_init__(self) -> None:

@@ -19,10 +19,11 @@ from train.boundaries import why_not_apart
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
 from train.config import TrainConfig
 from train.data import Data, open_data, prepare_data
-from train.engine import accumulation_steps, autocast, build_accelerator
+from train.engine import accumulation_steps, autocast, build_accelerator, is_sharded
 from train.errors import ConfigError, TrainingError
 from train.evaluate import Evaluator
-from train.model import build_model, build_model_config, fit_vocabulary
+from train.lora import add_lora, check_lora
+from train.model import build_model, build_model_config, compile_layers, decide_dtypes, fit_vocabulary
 from train.optim import build_optimizer
 from train.trackers import check_trackers
 
@@ -56,19 +57,23 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     if os.environ.get("RANK", "0") == "0":
         _check_services(config)
         run_folder.claim(config, argv)
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    config = decide_dtypes(config, here or torch.device("cpu"))  # after the claim: a resume may be on another machine
     accelerator = build_accelerator(config)
     _quiet_libraries(accelerator.is_main_process)
 
     model_config = build_model_config(config)
     if accelerator.is_main_process:
         prepare_data(config)
+        run_folder.record_data(config.run.folder)
     accelerator.wait_for_everyone()
     data = open_data(config)
     fit_vocabulary(model_config, data.tokenizer, config)
 
     resumed = latest_checkpoint(config.run.folder)
     model = build_model(config, model_config, resumed)
-    evaluator, handle = _hang_recipe(accelerator, model, config)
+    reference = build_model(config, model_config, None) if config.recipe.reference_weight and resumed else None
+    evaluator, handle = _hang_recipe(accelerator, model, config, resumed, reference)
     optimizer = build_optimizer(model, config.optim)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     if resumed:
@@ -81,6 +86,7 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
 def _check_services(config: TrainConfig) -> None:
     """Raise `ConfigError` now for what would fail after the training: a name, or a key to log in with."""
     check_trackers(config.tracking)
+    check_lora(config.model)
     if config.hub.repo_id:
         try:
             check_repo_id(config.hub.repo_id)
@@ -90,11 +96,27 @@ def _check_services(config: TrainConfig) -> None:
             raise ConfigError("hub.repo_id is set, but there is no token: run `hf auth login`, or leave it out")
 
 
-def _hang_recipe(accelerator: Accelerator, model: "PreTrainedModel", config: TrainConfig) -> "tuple[Evaluator, Handle]":
+def _hang_recipe(
+    accelerator: Accelerator,
+    model: "PreTrainedModel",
+    config: TrainConfig,
+    resumed: Path | None,
+    reference: "PreTrainedModel | None",
+) -> "tuple[Evaluator, Handle]":
     """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
+    if config.recipe.reference_weight and is_sharded(accelerator):
+        raise ConfigError(
+            f"recipe.reference_weight is {config.recipe.reference_weight:g}: the original model it needs would not be "
+            "sharded; launch with ddp.yaml, or set it to 0"
+        )
     try:
         evaluator = Evaluator(accelerator, model, config)
-        return evaluator, layerskip.prepare(model, config.recipe)
+        if config.model.lora_rank:
+            add_lora(model, config.model, config.run.seed, resumed)
+        handle = layerskip.prepare(model, config.recipe, reference)
+        if config.model.compile:
+            compile_layers(model)
+        return evaluator, handle
     except layerskip.UnsupportedModelError as error:
         raise TrainingError(str(error)) from None
 
