@@ -122,6 +122,28 @@ def test_prompts_alone_and_answers_without_an_end(files, capsys):
     assert "no answer is left to write; left out: 2 unfinished (raise --max-new-tokens" in capsys.readouterr().err
 
 
+ASSISTANT = ROOT / "configs" / "assistant.yaml"
+
+
+@pytest.mark.slow
+def test_the_example_of_an_assistant_regenerates_and_trains(files, tiny_checkpoint, monkeypatch):
+    """configs/assistant.yaml by its own two commands, on a tiny model, beside files of the names it has."""
+    monkeypatch.chdir(files)
+    (files / "docs").mkdir()
+    for name in "abcdefgh":
+        (files / "docs" / f"{name}.md").write_text(f"{name} the quick brown fox " * 30)
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"{i} + 2?"}]}) for i in range(30)]
+    (files / "prompts.jsonl").write_text("\n".join(lines))
+    tiny_model = (f"model.name_or_path={tiny_checkpoint}", "model.dtype=float32", "run.cpu_threads=1")
+    prompts = "data.sources=[{path: prompts.jsonl, messages_column: messages}]"
+    command = ["regenerate", str(ASSISTANT), prompts, "--output", "answers.jsonl", "--max-new-tokens", "12"]
+    assert main([*command, *tiny_model, "--keep-unfinished"]) == 0
+    small = ("data.sequence_length=64", "data.held_out=0.2", "recipe.exits=[1, 2]", "optim.warmup_steps=0")
+    assert main([str(ASSISTANT), *tiny_model, *small, "optim.max_steps=1", "data.evaluation_blocks=2"]) == 0
+    record = json.loads((files / "runs" / "assistant" / "evaluation.json").read_text())
+    assert record["steps"] == 1
+
+
 # Stopping
 
 
@@ -193,7 +215,7 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
         (["--max-new-tokens", "256"], "--max-new-tokens is 256; the model has 256 positions, prompt included"),
         (
             ["model.name_or_path=null", "model.architecture={model_type: llama}", "tokenizer.name_or_path=x"],
-            "regenerate needs a trained model: give model.name_or_path",
+            "regenerate needs a trained model: give model.name_or_path; runs/config holds none yet",
         ),
         (["data.prompt_column=q", "--max-new-tokens", "9"], "data.prompt_column is 'q'; "),
     ],

@@ -18,7 +18,8 @@ from train.errors import ConfigError, LocalError, TrainingError
 from train.parsing import apply_overrides, build, nearest, read_yaml
 
 _USAGE = """accelerate launch [--config_file configs/accelerate/ddp.yaml] train CONFIG [section.key=value ...]
-       python -m train report RUN"""
+       python -m train report RUN
+       python -m train regenerate CONFIG --output FILE [section.key=value ...]"""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -45,7 +45,12 @@ def flag(name: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command's own command line."""
     made = argparse.ArgumentParser(prog="train regenerate", description=_DESCRIPTION)
-    made.add_argument("config", metavar="CONFIG", type=Path, help="a training config: its model, data and run.seed")
+    made.add_argument(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="a training config: its model (from scratch: the finished run's), data and run.seed",
+    )
     made.add_argument("overrides", metavar="section.key=value", nargs="*", help="settings that replace the file's")
     for f in fields(RegenerateOptions):
         if f.name == "output":
