@@ -43,7 +43,7 @@ class Handle:
         self.reference_loss: Tensor | None = None  # KL to the original in the last training forward, if asked for
         self._step, self._micro_step, self._first_row = 0, 0, 0
         self._told, self._own_text, self._forwards = False, False, 0
-        self._has_loss, self._warned = False, False
+        self._has_loss, self._warned = True, False
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
         self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
         self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
@@ -93,6 +93,25 @@ class Handle:
         """Rate of every layer at this step."""
         return dropout_rates(self.recipe, self.num_layers, self._step)
 
+    def compute_loss(
+        self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The loss of the forward that gave `outputs` without being told the labels: a Trainer's `compute_loss_func`.
+
+        TRL's SFTTrainer needs it, which computes a loss of its own otherwise; where the model is given labels,
+        `model(...).loss` is the same.
+
+        Args:
+            outputs: what the model returned; it has logits (batch, length, vocab).
+            labels: (batch, length) token ids, -100 where not counted, not shifted.
+        """
+        logits, config = outputs["logits"], self.model.config
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        loss = self._loss(logits, labels.to(logits.device), logits.shape[-1], **kwargs)
+        if outputs.get("aux_loss") is not None:  # experts' balance, which models add where they are given labels
+            loss = loss + config.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
+        return loss
+
     def remove(self) -> None:
         """Take everything off the model, but for the recipe in its config."""
         for handle in self._hooks:
@@ -103,7 +122,6 @@ class Handle:
     def _hang(self, layers: list[nn.Module]) -> None:
         self._hooks = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self.model.register_forward_hook(self._end),
         ]
         for index, layer in enumerate(layers):
             if self.recipe.max_dropout > 0:
@@ -114,9 +132,10 @@ class Handle:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._taps.clear()
-        self._has_loss = False
         if not (model.training and torch.is_grad_enabled()):
             return
+        self._warn_without_loss()
+        self._has_loss = False
         if not self._told:
             self._step, self._keep = self._forwards, None
             self._forwards += 1
@@ -125,13 +144,12 @@ class Handle:
             if args:
                 self._inputs["input_ids"] = args[0]
 
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._inputs = {}
-        if model.training and torch.is_grad_enabled() and not self._has_loss and not self._warned:
+    def _warn_without_loss(self) -> None:
+        if not self._has_loss and not self._warned:
             self._warned = True
             warnings.warn(
-                "a training forward without labels: the exits learn nothing from it. Pass labels to the model "
-                "(in a Trainer leave label_smoothing_factor and compute_loss_func out)",
+                "a training forward whose loss was not asked of the recipe: the exits learnt nothing from it. Pass "
+                "labels to the model, or give the Trainer compute_loss_func=handle.compute_loss (TRL's needs it)",
                 stacklevel=2,
             )
 

@@ -486,7 +486,66 @@ def test_in_transformers_trainer_the_step_is_the_trainers(tmp_path):
         torch.testing.assert_close(parameter, resumed.state_dict()[name], atol=1e-6, rtol=1e-5)
 
 
-def test_training_without_labels_is_said(tiny_llama):
+def test_training_without_the_recipes_loss_is_said(tiny_llama):
     prepare(tiny_llama, Recipe())
-    with pytest.warns(UserWarning, match="without labels"):
-        tiny_llama.train()(input_ids=batch())
+    tiny_llama.train()(input_ids=batch())
+    with pytest.warns(UserWarning, match="compute_loss_func"):
+        tiny_llama(input_ids=batch())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_loss_may_be_asked_for_after_the_forward(name):
+    """As Trainers with a compute_loss_func do; in evaluation it is the model's own."""
+    ids = batch()
+    labels = ids.clone()
+    labels[1, 4:] = -100
+    model = tiny.architecture(name)
+    handle = prepare(model, Recipe(exits=(1, 2), curriculum="all", exit_weights="uniform", self_distillation=0.5))
+    for mode in (True, False):
+        model.train(mode)
+        arguments = {"output_router_logits": True} if name == "mixtral" else {}
+        handle.set_step(3)
+        told = model(input_ids=ids, labels=labels, num_items_in_batch=20, **arguments).loss
+        handle.set_step(3)
+        asked = handle.compute_loss(model(input_ids=ids, **arguments), labels, num_items_in_batch=20)
+        torch.testing.assert_close(asked, told)
+
+
+@pytest.mark.slow
+def test_in_trl(tmp_path):
+    """SFTTrainer computes its own loss unless it is given the recipe's: the exits learn, at the trainer's steps."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model = tiny.llama(vocab_size=300).train()
+    handle = prepare(model, Recipe(max_dropout=0.5, exits=(1, 2), curriculum_stride=2, exit_weights="uniform"))
+    arguments = SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        max_length=32,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    text = Dataset.from_list([{"text": "def add(a, b):\n    return a + b"}] * 16)
+    ids = torch.tensor([tiny.tokenizer()(text[0]["text"]).input_ids])
+    before = measure_exits(model, [ids])
+    trainer = SFTTrainer(
+        model,
+        arguments,
+        train_dataset=text,
+        processing_class=tiny.tokenizer(),
+        compute_loss_func=handle.compute_loss,
+        callbacks=[RecipeCallback(handle)],
+    )
+    trainer.train()
+    assert (handle._step, handle._micro_step) == (2, 1)
+    assert tuple(handle.losses) == (1, 4)
+    after = measure_exits(model, [ids])
+    assert all(after[exit_layer].loss < before[exit_layer].loss - 0.1 for exit_layer in (1, 2))
