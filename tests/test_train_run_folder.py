@@ -1,6 +1,7 @@
 """Whose a run folder is, and what is written into it."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from train.command import load_config
 from train.config import TrainConfig
 from train.errors import TrainingError
-from train.run_folder import claim
+from train.run_folder import claim, record_data
 
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
@@ -29,7 +30,28 @@ def test_claim_writes_how_the_run_was_started(tmp_path):
         ["tiny.yaml"],
     ]
     assert {"torch", "transformers", "accelerate"} <= record["launches"][0]["versions"].keys()
+    assert [launch["seed"] for launch in record["launches"]] == [0, 0]
     assert len(record["run_id"]) == 8
+
+
+def test_the_data_a_run_reads_is_known_by_its_hash(tmp_path):
+    claim(config_in(tmp_path), [])
+    for name, content in (
+        ("data/train.bin", b"tokens"),
+        ("data/own.bin", b"written later"),
+        ("tokenizer/tokenizer.json", b"{}"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    record_data(tmp_path)
+    noted = json.loads((tmp_path / "provenance.json").read_text())
+    assert noted["data"] == {
+        "data/train.bin": f"sha256:{hashlib.sha256(b'tokens').hexdigest()}",
+        "tokenizer/tokenizer.json": f"sha256:{hashlib.sha256(b'{}').hexdigest()}",
+    }
+    (tmp_path / "data/train.bin").write_bytes(b"other")
+    record_data(tmp_path)  # a resumption: what it began with stays
+    assert json.loads((tmp_path / "provenance.json").read_text()) == noted
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 All processes of a run, on however many machines, must see it at the same path.
 
 runs/quickstart/
-  config.yaml provenance.json           the merged settings; every launch: argv, commit, versions
+  config.yaml provenance.json           the merged settings; every launch: argv, commit, versions; hashes of the data
   data/ tokenizer/ prompts/             packed tokens, the tokenizer, held-out prompts for the program `infer`
   checkpoints/step-000100/              what a resume needs
   metrics.jsonl evaluation.json         what was measured; costs.json: how long the stages take on this machine
@@ -12,8 +12,10 @@ runs/quickstart/
 """
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -25,6 +27,7 @@ from typing import Any
 
 from train.command import to_yaml
 from train.config import TrainConfig
+from train.corpus import SPLITS
 from train.errors import ConfigError, TrainingError
 from train.parsing import read_yaml
 
@@ -86,7 +89,7 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    _record_launch(folder / "provenance.json", argv)
+    _record_launch(folder / "provenance.json", argv, config.run.seed)
 
 
 def _never_stepped(folder: Path) -> bool:
@@ -131,7 +134,25 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _record_launch(path: Path, argv: Sequence[str]) -> None:
+def record_data(folder: Path) -> None:
+    """Note the fingerprint of what the run reads in provenance.json: a hash of the tokens of each split and of the
+    tokenizer. Called by the first process alone, once they are there; a resumed run keeps what is noted."""
+    path = folder / "provenance.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if "data" in record:
+        return
+    splits = [file for split in SPLITS for file in sorted((folder / "data").rglob(f"{split}.bin"))]
+    files = [*splits, *sorted((folder / "tokenizer").glob("tokenizer.json"))]
+    record["data"] = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in files}
+    _write_record(path, record)
+
+
+def _fingerprint(file: Path) -> str:
+    with file.open("rb") as content:
+        return "sha256:" + hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _record_launch(path: Path, argv: Sequence[str], seed: int) -> None:
     """Append this launch to provenance.json; a new file gets the run's id (which wandb uses, too)."""
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     record = record or {"run_id": uuid.uuid4().hex[:8], "launches": []}
@@ -139,13 +160,22 @@ def _record_launch(path: Path, argv: Sequence[str]) -> None:
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "argv": list(argv),
+            "seed": seed,
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
             "commit": git_commit(),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         }
     )
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _write_record(path, record)
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    """Through a temporary file: a crash leaves the old one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def git_commit() -> str | None:
