@@ -110,7 +110,7 @@ class DataConfig(SourceConfig):
         """Whether a document sees nothing of the others in its block.
 
         Left out, it is so for conversations, which have nothing to do with each other. For text it is not: long
-        documents fill most blocks alone, and attention without a mask is faster (sdpa and flash need none).
+        documents fill most blocks alone, and GPUs have faster attention for a block that needs no mask.
         """
         if self.respect_boundaries is not None:
             return self.respect_boundaries
