@@ -269,7 +269,12 @@ def test_finished_checkpoint_is_an_ordinary_one(run):
     assert model.dtype == torch.float32
     ids = tokenizer("def value", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
-    assert_same_weights(folder, folder / "checkpoints" / "step-000006")
+    last = folder / "checkpoints" / "step-000006"
+    assert_same_weights(folder, last)
+    for place in (folder, last):  # where it comes from lies beside the weights
+        provenance = json.loads((place / "provenance.json").read_text())
+        assert provenance["data"].keys() >= {"data/train.bin", "data/validation.bin", "data/test.bin"}
+        assert load_config(place / "config.yaml").run.output_dir == str(folder)
     assert "## Exits" in (folder / "README.md").read_text()
 
 

@@ -163,7 +163,7 @@ def load_training_state(accelerator: Accelerator, optimizer: torch.optim.Optimiz
     if sharded:
         accelerator.load_state(str(wanted))
     else:
-        optimizer.load_state_dict(torch.load(wanted, map_location=accelerator.device, weights_only=True))
+        optimizer.load_state_dict(torch.load(wanted, map_location="cpu", weights_only=True))
 
 
 def _folder_of(run_folder: Path, step: int) -> Path:
