@@ -160,8 +160,11 @@ class FullyShard:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        torch.distributed.all_reduce(total)
-        return float(total)
+        return float(self._sum(total))
+
+    def _sum(self, value: Tensor, reduction: str = "sum") -> Tensor:
+        torch.distributed.all_reduce(value)
+        return value
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         assert isinstance(parameter.grad, DTensor)
@@ -170,7 +173,11 @@ class FullyShard:
     def save(self, tokenizer: Any, folder: Path) -> None:
         gather = partial(Accelerator.get_state_dict, SimpleNamespace(distributed_type=None, is_fsdp2=True))
         accelerator = SimpleNamespace(
-            get_state_dict=gather, is_main_process=self.rank == 0, unwrap_model=lambda model: model
+            get_state_dict=gather,
+            unwrap_model=lambda model: model,
+            is_main_process=self.rank == 0,
+            device=torch.device("cpu"),
+            reduce=self._sum,
         )
         save_model(accelerator, self.model, tokenizer, folder)
 

@@ -6,7 +6,9 @@ over the environment for this file.
 """
 
 import importlib.util
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,11 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from layerskip.forecast import measure_exits
-from tests import tiny
+from tests import engine_worker, tiny
 from tests.engine_worker import NUM_LAYERS, STEPS, VARIANTS, batches
+from train.command import load_config
+from train.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH, DEEPSPEED = ("ddp", "fsdp2"), ("zero1", "zero2", "zero3")
@@ -118,3 +123,67 @@ def test_the_checkpoint_is_an_ordinary_one(results, engine, variant):
     measured = {exit_layer: m.loss for exit_layer, m in measure_exits(models[1], [batches(99)]).items()}
     assert two.measured == pytest.approx(measured, rel=1e-5)
     assert two.measured == pytest.approx(one.measured, rel=1e-5)
+
+
+# The program, through its launch configs
+
+
+def launch(config: str, folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", f"configs/accelerate/{config}.yaml", "--num_processes", "2", *launcher]
+    command += ["train", "configs/tiny.yaml", f"run.output_dir={folder}", *arguments]
+    log = folder.with_suffix(".log").open("a")
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+
+
+def steps(folder: Path) -> list[float]:
+    """The loss of every step."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+def test_the_program_trains_resumes_and_finishes_under_deepspeed(tmp_path, config):
+    options = ["optim.max_steps=4", "every.save=2", "every.keep=2", "every.log=1", "every.evaluate=1000"]
+    assert train(load_config(engine_worker.CONFIG, [f"run.output_dir={tmp_path / 'base'}", "optim.max_steps=2"])) == 0
+    # From weights that are there: ZeRO-3 would draw others, in pieces.
+    base = shutil.copytree(tmp_path / "base" / "checkpoints" / "step-000002", tmp_path / "start")
+    options += ["model.architecture={}", f"model.name_or_path={base}", "tokenizer.train_vocab_size=null"]
+    one = tmp_path / "one"
+    assert (
+        train(load_config(engine_worker.CONFIG, [*options, f"run.output_dir={one}", "optim.micro_batch_size=4"])) == 0
+    )
+    two = tmp_path / config
+    for part in ("whole", "resumed"):
+        launch(config, two, *options, launcher=("--main_process_port", "0")).wait(timeout=600)
+        assert (two / "model.safetensors").is_file(), two.with_suffix(".log").read_text()[-3000:]
+        assert steps(two) == pytest.approx(steps(one), rel=1e-5)
+        weights, others = (load_file(folder / "model.safetensors") for folder in (one, two))
+        for name, weight in weights.items():
+            torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-4)
+        if part == "whole":
+            losses = steps(two)
+            shutil.rmtree(two / "checkpoints" / "step-000004")
+            (two / "model.safetensors").unlink()
+            (two / "evaluation.json").write_text(json.dumps({"before": {}}))
+    assert steps(two) == losses  # bit for bit
+
+
+def test_two_launchers_are_one_run(tmp_path):
+    """The config for several machines, on one: each starts one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    options = ["optim.max_steps=2", "every.log=1", "every.evaluate=1000"]
+    run, started = tmp_path / "run", []
+    for rank in (1, 0):
+        launcher = ("--machine_rank", str(rank), "--main_process_port", port)
+        started.append(launch("multi-node", run, *options, launcher=launcher))
+    assert [process.wait(timeout=300) for process in started] == [0, 0], run.with_suffix(".log").read_text()[-3000:]
+    one = tmp_path / "one"
+    assert (
+        train(load_config(engine_worker.CONFIG, [*options, f"run.output_dir={one}", "optim.micro_batch_size=4"])) == 0
+    )
+    assert steps(run) == pytest.approx(steps(one), rel=1e-5)
+    assert json.loads((run / "provenance.json").read_text())["launches"][0]["processes"] == 2
