@@ -23,6 +23,7 @@ def test_run_config_is_read_and_names_its_command(path):
 def test_recipe_fits_its_model(path):
     config = load_config(path)
     known = {"llama3.2-1b": 16, "llama2-7b": 32, "smollm2-domain": 30, "assistant": 30}
+    known |= {"llama2-13b": 40, "llama3-8b": 32, "llama1-7b-code": 32}
     layers = known.get(path.stem) or config.model.architecture["num_hidden_layers"]
     config.recipe.check(layers)
 
@@ -45,8 +46,20 @@ def test_every_config_is_in_the_readme():
     assert [path.stem for path in (*RUNS, *LAUNCHES) if f"`{path.stem}" not in readme] == []
 
 
-def test_llama2_7b_has_the_papers_numbers():
-    config = load_config(CONFIGS / "llama2-7b.yaml")  # Elhoushi et al. 2024, tables 8 and 9
+# Elhoushi et al. 2024, tables 8 and 9: p_max, e_scale, R; steps, learning rate, GPUs x sequences.
+PAPER = {
+    "llama2-7b": (0.1, 0.2, 8, 50_000, 3e-5, 64 * 4),
+    "llama2-13b": (0.1, 0.1, 39, 50_000, 2e-5, 64 * 4),
+    "llama1-7b-code": (0.1, 1.0, 16, 10_000, 1e-4, 32 * 4),
+    "llama-1.5b-scratch": (0.1, 0.2, None, 50_000, 8e-4, 32 * 4),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_numbers(name):
+    config = load_config(CONFIGS / f"{name}.yaml")
     recipe, optim = config.recipe, config.optim
-    assert (recipe.max_dropout, recipe.exit_loss_scale, recipe.curriculum_stride) == (0.1, 0.2, 8)
-    assert (optim.max_steps, optim.learning_rate, optim.global_batch_size) == (50_000, 3e-5, 64 * 4)
+    numbers = (recipe.max_dropout, recipe.exit_loss_scale, recipe.curriculum_stride)
+    assert (*numbers, optim.max_steps, optim.learning_rate, optim.global_batch_size) == PAPER[name]
+    assert (recipe.exit_weights, recipe.dropout_depth, recipe.curriculum) == ("paper", "exponential", "rotational")
+    assert recipe.dropout_time == ("rising" if "scratch" in name else "constant")
