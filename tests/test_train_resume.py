@@ -50,7 +50,7 @@ def text(tmp_path_factory) -> list[str]:
 
 def execute(command: list[str], folder: Path, *overrides: str, **options) -> subprocess.CompletedProcess:
     arguments = [*command, str(TINY), f"run.output_dir={folder}", *overrides]
-    options = {"capture_output": True, "text": True, "check": False, "timeout": 300} | options
+    options = {"capture_output": True, "text": True, "check": False, "timeout": 900} | options
     return subprocess.run(arguments, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
 
 
@@ -236,12 +236,12 @@ def test_ctrl_c_in_a_terminal_stops_two_processes_and_saves(tmp_path, text):
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (tmp_path / "metrics.jsonl").is_file() or len(losses(tmp_path)) < 2:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert "the same command goes on from there" in output
     assert latest_checkpoint(tmp_path) is not None
