@@ -157,10 +157,10 @@ def test_coloured_text_is_not_wrapped_or_expanded(capsys):
     assert ANSI.sub("", capsys.readouterr().out) == text
 
 
-def test_bfloat16_checkpoints_load_as_they_are(tiny_checkpoint):
+def test_checkpoints_load_in_the_dtype_asked_for(tiny_checkpoint):
     from infer.loading import load
 
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint).to(torch.bfloat16)
     model.save_pretrained(tiny_checkpoint)
-    assert load(ModelOptions(str(tiny_checkpoint))).model.dtype == torch.bfloat16
+    assert load(ModelOptions(str(tiny_checkpoint), dtype="bfloat16")).model.dtype == torch.bfloat16
     assert load(ModelOptions(str(tiny_checkpoint), dtype="float32")).model.dtype == torch.float32

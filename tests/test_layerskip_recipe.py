@@ -248,6 +248,7 @@ def test_rescaling_is_by_the_layers_own_keep_rate(tiny_llama):
     assert [handle._decide(l, 4).scale for l in (1, 2, 3)] == pytest.approx([1 / 0.8, 1 / 0.6, 1 / 0.4])
 
 
+@pytest.mark.filterwarnings("ignore:a training forward whose loss")
 def test_dropped_samples_cost_no_compute(tiny_llama):
     """The layer sees only the rows that stay."""
     handle = prepare(tiny_llama, Recipe(max_dropout=0.5, dropout_depth="linear"))
@@ -262,6 +263,7 @@ def test_dropped_samples_cost_no_compute(tiny_llama):
     assert min(rows) < 8
 
 
+@pytest.mark.filterwarnings("ignore:a training forward whose loss")
 def test_padding_masks_follow_their_rows(tiny_llama):
     ids = batch()
     mask = torch.ones_like(ids)

@@ -218,6 +218,15 @@ def test_a_signal_that_comes_twice_at_once_is_one():
         assert interrupts.poll() == signal.SIGINT
 
 
+@pytest.fixture
+def python_interrupts():
+    """Python's own answer to SIGINT, which a background job of a shell is started without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_interrupts")
 def test_a_second_ctrl_c_acts_at_once(monkeypatch):
     with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
