@@ -3,8 +3,10 @@
     python scripts/overhead.py [MODEL] [--exit-layer E] [--num-draft-tokens K]
 
 Without MODEL the shape of SmolLM2-135M with random weights (30 layers, 576 wide, vocabulary 49,152, bfloat16).
-Layers and head are timed by hooks, whose own cost counts as overhead; memory is the peak of a fresh
-process (Linux).
+Layers and head are timed by hooks, whose own cost counts as overhead. Times are the decoding thread's processor time
+on one torch thread, since wall time also counts whatever else the machine does: milliseconds are lower quartiles over
+all rounds, and the share is the median of shares each measured inside one round. Memory is the peak of a fresh process
+(Linux).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
+from statistics import median, quantiles
+from time import perf_counter, thread_time
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -26,7 +29,8 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arm", choices=("load", "plain", "self-speculative"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
@@ -72,39 +76,48 @@ def arguments(options: argparse.Namespace) -> dict:
 
 
 def time_of_a_round(options: argparse.Namespace) -> dict:
-    """Mean milliseconds of a round, of the model in it, and what is left; prefill apart."""
+    """Milliseconds of a round, of the model in it, and what is left; prefill apart."""
     import layerskip
 
     model, prompt = load(options)
     kwargs = arguments(options) | {"exit_layer": options.exit_layer, "num_draft_tokens": options.num_draft_tokens}
     list(layerskip.steps(model, prompt, **(kwargs | {"max_new_tokens": 16})))  # warm up
 
-    best: dict = {}
-    for _ in range(3):
+    rounds: list[dict[str, float]] = []
+    inside = Clock(model)
+    for _ in range(options.repeats):
         steps = layerskip.steps(model, prompt, **kwargs)
         next(steps)  # prefill and the first round are not counted
-        inside = Clock(model)
-        start, rounds = perf_counter(), 0
-        for _ in steps:
-            rounds += 1
-        total = perf_counter() - start
-        inside.remove()
-        milliseconds = 1e3 * total / rounds
-        in_model = 1e3 * inside.seconds / rounds
-        record = {
-            "rounds": rounds,
-            "ms a round": round(milliseconds, 3),
-            "ms in layers and head": round(in_model, 3),
-            "ms of overhead": round(milliseconds - in_model, 3),
-            "overhead": round(1 - in_model / milliseconds, 4),
-        }
-        if not best or record["overhead"] < best["overhead"]:
-            best = record
-    return best
+        while record := one_round(steps, inside, options.num_draft_tokens):
+            rounds.append(record)
+    inside.remove()
+    return {
+        "rounds": len(rounds),
+        "ms a round": lower_quartile(rounds, "total"),
+        "ms in layers and head": lower_quartile(rounds, "model"),
+        "ms of overhead": lower_quartile(rounds, "overhead"),
+        "overhead": round(median(record["overhead"] / record["total"] for record in rounds), 4),
+        "ms a round (wall)": lower_quartile(rounds, "wall"),
+    }
+
+
+def one_round(steps, inside: Clock, num_draft_tokens: int) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """Seconds of the next round, or nothing after the last one that drafts in full."""
+    inside.seconds = 0.0
+    wall, start = perf_counter(), thread_time()
+    step = next(steps, None)
+    total, wall = thread_time() - start, perf_counter() - wall
+    if step is None or step.num_drafted < num_draft_tokens:
+        return {}
+    return {"total": total, "model": inside.seconds, "overhead": total - inside.seconds, "wall": wall}
+
+
+def lower_quartile(rounds: list[dict[str, float]], name: str) -> float:
+    return round(1e3 * quantiles([record[name] for record in rounds])[0], 3)
 
 
 class Clock:
-    """Adds up the time spent in decoder layers and in the head."""
+    """Adds up the processor time spent in decoder layers and in the head."""
 
     def __init__(self, model) -> None:  # type: ignore[no-untyped-def]
         from layerskip.anatomy import decoder_layers
@@ -116,10 +129,10 @@ class Clock:
             self._handles.append(module.register_forward_hook(self._leave))
 
     def _enter(self, *_: object) -> None:
-        self._start = perf_counter()
+        self._start = thread_time()
 
     def _leave(self, *_: object) -> None:
-        self.seconds += perf_counter() - self._start
+        self.seconds += thread_time() - self._start
 
     def remove(self) -> None:
         for handle in self._handles:
