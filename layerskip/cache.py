@@ -36,7 +36,7 @@ class RollbackLayer(DynamicLayer):
     @property
     def keys(self) -> Tensor | None:
         """What is valid of the keys, (batch, kv_heads, length, head_dim), for transformers to read."""
-        return self._keys.narrow(2, 0, self.length) if self.is_initialized else None
+        return self._keys[:, :, : self.length] if self.is_initialized else None
 
     @keys.setter
     def keys(self, buffer: Tensor) -> None:
@@ -45,7 +45,7 @@ class RollbackLayer(DynamicLayer):
     @property
     def values(self) -> Tensor | None:
         """The same of the values."""
-        return self._values.narrow(2, 0, self.length) if self.is_initialized else None
+        return self._values[:, :, : self.length] if self.is_initialized else None
 
     @values.setter
     def values(self, buffer: Tensor) -> None:
@@ -59,18 +59,16 @@ class RollbackLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (batch, kv_heads, n, head_dim) states; return views of all (batch, kv_heads, length, head_dim)."""
-        start, n = self.length, key_states.shape[-2]
-        stop = start + n
+        start, stop = self.length, self.length + key_states.shape[-2]
         if not self.is_initialized:
             self.capacity = max(self.capacity, stop)
             self.lazy_initialization(key_states, value_states)
         elif stop > self.capacity:
             self._grow(stop)
-        # `narrow` is the cheapest way to say [:, :, start:stop]; a small model comes by here 30 times a round.
-        self._keys.narrow(2, start, n).copy_(key_states)
-        self._values.narrow(2, start, n).copy_(value_states)
+        self._keys[:, :, start:stop] = key_states
+        self._values[:, :, start:stop] = value_states
         self.length = stop
-        return self._keys.narrow(2, 0, stop), self._values.narrow(2, 0, stop)
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
 
     def rollback(self, length: int) -> None:
         """Forget every position from `length` on; O(1).

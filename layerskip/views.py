@@ -76,7 +76,7 @@ class Spy(StandIn):
 
 class LayerList(nn.ModuleList):
     """The layer list of a view. Models write `self.layers[: config.num_hidden_layers]`: where that is all of
-    them, it is this list and not a new one with every layer registered anew, which costs more than a mask."""
+    them, it is this list and not a new one with every layer registered anew, which takes as long as the mask."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):

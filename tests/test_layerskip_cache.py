@@ -1,10 +1,13 @@
 """The cache against transformers' own, through growth, rollback and views."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from layerskip.cache import RollbackCache, RollbackLayer
+from tests import tiny
 
 
 def states(n: int, heads: int = 2, width: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,3 +83,24 @@ def test_early_layers_may_run_ahead():
         late.update(*states(3), layer)
     cache.rollback(2)
     assert cache.length == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_transformers_itself_can_decode_with_it(name):
+    model, ids = tiny.architecture(name), torch.randint(3, 64, (1, 11))
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = RollbackCache(tiny.NUM_LAYERS, capacity=4)
+    expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None)
+    actual = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None, **{argument: cache})
+    assert torch.equal(actual, expected)
+    assert cache.length == actual.shape[1] - 1
+    assert cache.layers[0].keys.shape[-2] == cache.length
+
+
+def test_an_empty_layer_shows_nothing():
+    layer = RollbackLayer()
+    assert layer.keys is None
+    assert layer.values is None
+    layer.update(*states(2))
+    layer.reset()
+    assert layer.keys.shape[-2] == layer.values.shape[-2] == 0

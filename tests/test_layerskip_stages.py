@@ -93,6 +93,14 @@ def test_parameters_are_shared(tiny_llama):
         assert {id(parameter) for parameter in view.parameters()} <= own
 
 
+def test_a_forward_makes_no_new_layer_list(tiny_llama):
+    view = Stages(tiny_llama, 2)._early
+    layers = view.model.layers
+    assert layers[: tiny_llama.config.num_hidden_layers] is layers
+    assert list(layers[1:]) == list(layers)[1:]
+    assert layers[0] is tiny_llama.model.layers[0]
+
+
 def test_two_threads_do_not_disturb_each_other(tiny_llama):
     prompts = [prompt(6), prompt(9)]
     expected = [tiny_llama.generate(ids, do_sample=False, max_new_tokens=40) for ids in prompts]
