@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.adapters import Adapters, ExitAdapter, attach_adapters
+from layerskip.adapters import Adapters, ExitAdapter, attach_adapters, drop_other_adapters
 from layerskip.anatomy import decoder_layers, unwrap
 from layerskip.curriculum import active_exits
 from layerskip.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
 from layerskip.loss import exit_weights, shifted_labels
-from layerskip.objective import Positions, choose_positions, exit_loss, num_chunks, reference_loss
+from layerskip.objective import KEPT_SHARE, Positions, choose_positions, exit_loss, num_chunks, reference_loss
 from layerskip.recipe import Recipe
 from layerskip.reference import INPUTS, Reference
 from layerskip.views import Head
@@ -50,7 +50,9 @@ class Handle:
         self._head = Head(self.model)
         self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
         self.adapters: Adapters | None = None
-        if recipe.adapter_rank is not None:
+        if recipe.adapter_rank is None:
+            drop_other_adapters(self.model)
+        else:
             self.adapters = attach_adapters(
                 self.model, recipe.trained_exits(self.num_layers), recipe.adapter_rank, recipe.seed
             )
@@ -217,6 +219,7 @@ class Handle:
 
     def _exit_loss(self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int) -> Tensor:
         adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
+        num_early = sum(active < self.num_layers for active in self.active_exits)
         return exit_loss(
             self._taps.pop(exit_layer),
             self._head if adapter is None else lambda hidden: self._head(adapter(hidden)),
@@ -225,4 +228,5 @@ class Handle:
             chunks,
             distillation=1.0 if self._own_text else self.recipe.self_distillation,
             temperature=self.recipe.distillation_temperature,
+            recompute=self.recipe.exit_loss_positions * num_early > KEPT_SHARE,
         )

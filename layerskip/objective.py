@@ -2,7 +2,8 @@
 
 At a vocabulary of 49,000 the logits of one exit weigh as much as eight layers' work and more memory than all of
 them. So they never exist whole: a chunk of positions passes through the head, gives its share of the loss and is
-forgotten; backward computes it again. And an exit may learn from a random part of the positions only.
+forgotten; backward computes it again, unless few positions learn. And an exit may learn from a random part of the
+positions only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from layerskip.randomness import row_uniforms
 
 IGNORE_INDEX = -100
-CHUNK_BYTES = 64 * 2**20  # float32 logits of one chunk, about; four times as much exists for a moment
+CHUNK_BYTES = 48 * 2**20  # float32 logits of one chunk, about; five times as much exists for a moment
 MIN_CHUNK = 256  # positions; fewer would leave a GPU idle
+KEPT_SHARE = 0.25  # up to this share of the batch's positions, all exits together, logits are kept for backward
 
 Logits = Callable[[Tensor], Tensor]  # (n, 1, hidden_size) -> (n, 1, vocab)
 
@@ -100,6 +102,7 @@ def exit_loss(
     *,
     distillation: float,
     temperature: float = 1.0,
+    recompute: bool = True,
 ) -> Tensor:
     """The loss of one exit: a scalar, summed over positions and divided by the items.
 
@@ -110,30 +113,40 @@ def exit_loss(
         chunks: in how many pieces to compute it; the result does not depend on it.
         distillation: share of cross-entropy to the model's own distribution, the rest is to the labels.
         temperature: softens both distributions; the loss is multiplied by its square (Hinton et al. 2015, section 2).
+        recompute: forget each chunk's logits and compute them again in backward.
     """
     flat, teacher = hidden.flatten(0, 1), last_logits.detach().flatten(0, 1)
 
     def piece(states: Tensor, part: Positions) -> Tensor:
         logits = head(states[:, None])[:, 0].float()  # (n, vocab)
-        losses: Tensor | float = 0.0
-        if distillation < 1:
-            losses = (1 - distillation) * F.cross_entropy(logits, part.targets, reduction="none")
+        losses = (1 - distillation) * F.cross_entropy(logits, part.targets, reduction="none") if distillation < 1 else 0
         if distillation > 0:
-            p = (teacher[part.places].float() / temperature).softmax(dim=-1)
-            log_q = (logits / temperature).log_softmax(dim=-1)
-            losses = losses - distillation * temperature**2 * (p * log_q).sum(dim=-1)
+            losses = losses + distillation * _to_teacher(logits, teacher[part.places].float(), temperature)
         assert isinstance(losses, Tensor)
         return (losses * part.weight).sum()
 
     total: Tensor | float = 0.0
     for part in positions.chunks(chunks):
         states = flat[part.places]  # (n, hidden_size)
-        if chunks == 1 or not torch.is_grad_enabled():
+        if chunks == 1 or not recompute or not torch.is_grad_enabled():
             total = total + piece(states, part)
         else:
             total = total + checkpoint(piece, states, part, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(total, Tensor)
     return total / positions.items
+
+
+def _to_teacher(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """-sum p log q of (n, vocab) logits against the teacher's, times temperature^2: (n,).
+
+    As logsumexp(z) - p z, so that log q never exists; the product outside autocast, which would round it.
+    """
+    if temperature != 1:
+        logits, teacher = logits / temperature, teacher / temperature
+    p = teacher.softmax(dim=-1)
+    with torch.autocast(logits.device.type, enabled=False):
+        expected = torch.bmm(p[:, None], logits[:, :, None])[:, 0, 0]
+    return temperature**2 * (logits.logsumexp(dim=-1) - expected)
 
 
 def reference_loss(last_logits: Tensor, reference: Tensor, positions: Positions) -> Tensor:

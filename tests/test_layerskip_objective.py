@@ -36,10 +36,12 @@ def some_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("chunks", [1, 2, 5, 40])
-def test_chunks_change_neither_loss_nor_gradients(share, chunks):
+@pytest.mark.parametrize(("chunks", "recompute"), [(1, True), (2, True), (5, True), (5, False), (40, True)])
+def test_chunks_change_neither_loss_nor_gradients(share, chunks, recompute):
     hidden, weight, last, targets = some_batch()
-    actual = exit_loss(hidden, lambda h: h @ weight.T, last, everything(targets), chunks, distillation=share)
+    positions = everything(targets)
+    head = lambda h: h @ weight.T  # noqa: E731
+    actual = exit_loss(hidden, head, last, positions, chunks, distillation=share, recompute=recompute)
     gradients = torch.autograd.grad(actual, [hidden, weight])
     logits, counted = hidden @ weight.T, targets != IGNORE_INDEX
     hard = F.cross_entropy(logits[counted], targets[counted])
@@ -118,10 +120,19 @@ def test_a_batch_without_labels_is_zero_and_reaches_every_parameter():
 
 def test_the_number_of_chunks_follows_from_shapes_alone():
     assert num_chunks(4, 512, 1.0, 2048) == 1  # small vocabularies need none
-    assert num_chunks(4, 512, 1.0, 49152) == 7
-    assert num_chunks(4, 512, 0.25, 49152) == 2
+    assert num_chunks(4, 512, 1.0, 49152) == 8
+    assert num_chunks(4, 512, 0.25, 49152) == 3
     pieces = everything(torch.tensor([[1, 2, IGNORE_INDEX]])).chunks(5)
     assert [piece.weight.sum().item() for piece in pieces] == [1, 1, 0, 0, 0]
+
+
+def test_autocast_does_not_round_the_distillation():
+    _, _, last, targets = some_batch()
+    states = torch.randn(3, 5, VOCAB, generator=torch.Generator().manual_seed(3)) * 20
+    arguments = (states, lambda z: z, last * 20, everything(targets), 1)
+    exact = exit_loss(*arguments, distillation=1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(exit_loss(*arguments, distillation=1.0), exact)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere2", "gpt2", "opt-projected", "falcon"])
