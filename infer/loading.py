@@ -14,6 +14,7 @@ from transformers.utils import logging
 from infer.errors import InputError, first_line
 from infer.options import ModelOptions, Tuned
 from infer.source import local_folder
+from layerskip.adapters import adapters_of, find_adapters
 from layerskip.anatomy import check_exit_layer
 from layerskip.machine import fast_dtype
 from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
@@ -50,6 +51,7 @@ def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) 
     device = _device(options.device)
     config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source)
     _check_exit_layers(config, exit_layers)
+    _check_adapters(config)
     tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source)
     _check_vocabulary(config, tokenizer)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -60,9 +62,10 @@ def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) 
     model = model.to(device).eval()
     _name_padding(model)
     try:
+        adapters_of(model)
         for exit_layer in exit_layers:
             Stages(model, None if exit_layer == "tuned" else exit_layer)
-    except ValueError as error:  # the library's refusal of a model it cannot cut
+    except ValueError as error:  # the library's refusal of a model it cannot cut, or of its adapters
         raise InputError(str(error)) from None
     return Loaded(options.model, model, tokenizer)
 
@@ -128,6 +131,13 @@ def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | T
             if exit_layer is not None and exit_layer != "tuned":
                 check_exit_layer(exit_layer, num_layers)
     except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _check_adapters(config: "PretrainedConfig") -> None:
+    try:
+        find_adapters(config)
+    except OSError as error:
         raise InputError(str(error)) from None
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 ADAPTERS_FILE = "exit_adapters.safetensors"
@@ -47,8 +48,10 @@ Adapters = nn.ModuleDict  # exit layer (as text) -> ExitAdapter
 
 def attach_adapters(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int = 0) -> Adapters:
     """Freeze `model` and give it a trainable adapter at each exit, as a submodule, so that optimizers and engines
-    find its parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept."""
+    find its parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept,
+    if they are of this rank and at these exits; otherwise all are new."""
     model.requires_grad_(False)
+    drop_other_adapters(model, exits, rank)
     if (adapters := adapters_of(model)) is None:
         adapters = _new(model, exits, rank, seed)
     adapters.requires_grad_(True)
@@ -59,6 +62,19 @@ def attach_adapters(model: PreTrainedModel, exits: Sequence[int], rank: int, see
     carried["adapters"] = {"rank": rank, "exits": sorted(exits)}
     setattr(model.config, _CONFIG_KEY, carried)
     return adapters
+
+
+def drop_other_adapters(model: PreTrainedModel, exits: Sequence[int] = (), rank: int | None = None) -> None:
+    """Take off the adapters that `model` came with, unless they are of `rank` at `exits`.
+
+    They were made for the model as it was: one that is trained further without them must not name them in its config.
+    """
+    carried = dict(getattr(model.config, _CONFIG_KEY, None) or {})
+    if carried.pop("adapters", None) in (None, {"rank": rank, "exits": sorted(exits)}):
+        return
+    model._modules.pop(_ATTRIBUTE, None)
+    _loaded.pop(model, None)
+    setattr(model.config, _CONFIG_KEY, carried)
 
 
 def _new(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int) -> Adapters:
@@ -77,13 +93,13 @@ def adapters_of(model: PreTrainedModel) -> Adapters | None:
 
     Raises:
         FileNotFoundError: if the checkpoint's config names adapters but their file is not beside its weights.
+        ValueError: if that file holds others.
     """
     attached = model._modules.get(_ATTRIBUTE)
     if isinstance(attached, nn.ModuleDict):
         return attached
     if model not in _loaded:
-        described = (getattr(model.config, _CONFIG_KEY, None) or {}).get("adapters")
-        _loaded[model] = _load(model, described["exits"], described["rank"]) if described else None
+        _loaded[model] = _load(model)
     adapters = _loaded[model]
     return None if adapters is None else adapters.to(model.device, model.dtype)
 
@@ -94,17 +110,37 @@ def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:
     return adapters[str(exit_layer)] if adapters is not None and str(exit_layer) in adapters else None
 
 
-def _load(model: PreTrainedModel, exits: Sequence[int], rank: int) -> Adapters:
-    source = model.config._name_or_path
-    commit = getattr(model.config, "_commit_hash", None)
+def find_adapters(config: PreTrainedConfig) -> Path | None:
+    """The file of the adapters that a checkpoint's config names, None where it names none.
+
+    Raises:
+        FileNotFoundError: if it is not beside the checkpoint's weights.
+    """
+    if not (getattr(config, _CONFIG_KEY, None) or {}).get("adapters"):
+        return None
+    source, commit = config._name_or_path, getattr(config, "_commit_hash", None)
     path = cached_file(source, ADAPTERS_FILE, revision=commit, _raise_exceptions_for_missing_entries=False)
     if path is None:
         raise FileNotFoundError(
             f"{source or 'this model'}: its config names exit adapters, but there is no {ADAPTERS_FILE} beside its "
             "weights: copy it there, or load the checkpoint from where it was trained"
         )
-    adapters = _new(model, exits, rank, 0)
-    adapters.load_state_dict(load_file(path))
+    return Path(path)
+
+
+def _load(model: PreTrainedModel) -> Adapters | None:
+    path = find_adapters(model.config)
+    if path is None:
+        return None
+    described = getattr(model.config, _CONFIG_KEY)["adapters"]
+    adapters = _new(model, described["exits"], described["rank"], 0)
+    try:
+        adapters.load_state_dict(load_file(path))
+    except (RuntimeError, SafetensorError):  # other names or shapes, or no such file at all
+        raise ValueError(
+            f"{path} does not hold the adapters that the checkpoint's config names (rank {described['rank']} at exits "
+            f"{', '.join(map(str, described['exits']))}): copy the file that was saved with these weights"
+        ) from None
     return adapters.eval().requires_grad_(False)
 
 

@@ -125,6 +125,22 @@ def test_damaged_weights_are_refused(tiny_checkpoint, capsys):
     assert "holds no usable causal language model" in err
 
 
+def test_lost_exit_adapters_are_refused_before_the_weights_are_read(tiny_checkpoint, capsys):
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    config["layerskip"] = {"adapters": {"rank": 2, "exits": [1]}}
+    (tiny_checkpoint / "config.json").write_text(json.dumps(config))
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    (tiny_checkpoint / "exit_adapters.safetensors").write_bytes(b"nothing")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no exit_adapters.safetensors beside its weights: copy it there" in err
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "exit_adapters.safetensors does not hold the adapters that" in err
+    (tiny_checkpoint / "exit_adapters.safetensors").unlink()
+    (tiny_checkpoint / "model.safetensors").unlink()
+    assert "there is no exit_adapters" in run(["generate", str(tiny_checkpoint), "hi"], capsys)[2]
+
+
 def test_an_unfinished_run_names_its_last_checkpoint(tmp_path, capsys):
     for step in ("step-000100", "step-000200"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)

@@ -1,9 +1,11 @@
 """Exit adapters: the model stays what it was, bit for bit; the drafts change; both travel."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import layerskip
@@ -11,6 +13,7 @@ from layerskip.adapters import ADAPTERS_FILE, adapter_at, adapters_of, save_adap
 from layerskip.forecast import measure_exits
 from layerskip.recipe import Recipe, prepare
 from layerskip.stages import Stages
+from tests import tiny
 
 RECIPE = Recipe.preset("frozen-target", exits=(1, 2), adapter_rank=8)
 
@@ -35,8 +38,6 @@ def trained(model, steps: int = 60):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """An original model, its trained twin, and the twin's checkpoint."""
-    from tests import tiny
-
     original = tiny.llama()
     model = trained(copy.deepcopy(original))
     folder = tmp_path_factory.mktemp("frozen")
@@ -104,6 +105,42 @@ def test_a_missing_file_is_said(checkpoint, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=ADAPTERS_FILE):
         adapters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_file_of_other_adapters_is_said_in_one_line(checkpoint, tmp_path):
+    other = trained(tiny.llama(), 1)
+    other.save_pretrained(tmp_path)
+    save_file({"1.down.weight": torch.zeros(2, 32)}, tmp_path / ADAPTERS_FILE)
+    with pytest.raises(ValueError, match=r"rank 8 at exits 1, 2\): copy the file") as caught:
+        adapters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert "\n" not in str(caught.value)
+    (tmp_path / ADAPTERS_FILE).write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="does not hold the adapters"):
+        adapters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{"exits": (3,)}, {"adapter_rank": 4}, {"exits": (1, 3)}])
+def test_other_exits_or_another_rank_begin_anew(checkpoint, tmp_path, changes):
+    again = AutoModelForCausalLM.from_pretrained(checkpoint[2]).train()
+    recipe = replace(RECIPE, **changes)
+    adapters = prepare(again, recipe).adapters
+    assert adapters.keys() == {str(e) for e in recipe.exits}
+    assert not any(adapter.up.weight.any() for adapter in adapters.values())
+    again(input_ids=batch(), labels=batch()).loss.backward()
+    again.save_pretrained(tmp_path)
+    save_adapters(again, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert adapter_at(loaded, recipe.exits[0]).down.weight.shape == (recipe.adapter_rank, 32)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_model_that_is_trained_further_leaves_its_adapters_behind(checkpoint, tmp_path, read):
+    again = AutoModelForCausalLM.from_pretrained(checkpoint[2])
+    assert not read or adapter_at(again, 1) is not None
+    prepare(again, Recipe())
+    again.save_pretrained(tmp_path)
+    for model in (again, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert adapters_of(model) is None
 
 
 def test_a_frozen_model_has_nothing_to_drop():

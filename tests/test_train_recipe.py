@@ -13,7 +13,7 @@ import layerskip
 from layerskip.presets import PRESETS
 from layerskip.recipe import Recipe
 from train.command import load_config
-from train.errors import ConfigError
+from train.errors import ConfigError, TrainingError
 from train.loop import train
 
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
@@ -88,6 +88,11 @@ def test_a_frozen_target_stays_bit_for_bit_and_its_adapters_travel(start, origin
     plain = model.generate(ids, do_sample=False, max_new_tokens=20)
     assert torch.equal(layerskip.generate(model, ids, exit_layer=1, do_sample=False, max_new_tokens=20), plain)
 
+    further = ["model.architecture=null", f"model.name_or_path={folder}", "tokenizer.train_vocab_size=null"]
+    assert "adapters" not in json.loads((start(*further) / "config.json").read_text())["layerskip"]
+    other = start(*arguments, f"model.name_or_path={folder}", "recipe.adapter_rank=2", "recipe.exits=[2]")
+    assert load_file(other / "exit_adapters.safetensors").keys() == {"2.down.weight", "2.up.weight"}
+
     arguments += ["recipe.adapter_rank=4", "recipe.exits=[1]", "every.save=2", "recipe.total_steps=3"]
     arguments += ["optim.learning_rate=1e-2", "optim.schedule=constant"]
     stopped = start(*arguments, "optim.max_steps=2")
@@ -95,6 +100,20 @@ def test_a_frozen_target_stays_bit_for_bit_and_its_adapters_travel(start, origin
     one = load_file(resumed / "exit_adapters.safetensors")
     other = load_file(whole / "exit_adapters.safetensors")
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_frozen_targets_lost_adapters_are_said_in_one_line(start, original, tmp_path):
+    folder = tmp_path / "copy"
+    AutoModelForCausalLM.from_pretrained(original).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["layerskip"]["adapters"] = {"rank": 4, "exits": [1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = [f"recipe.{key}={json.dumps(value)}" for key, value in PRESETS["frozen-target"].items()]
+    arguments += ["model.architecture=null", f"model.name_or_path={folder}", f"tokenizer.name_or_path={original}"]
+    arguments += ["tokenizer.train_vocab_size=null", "recipe.exits=[1]"]
+    with pytest.raises(TrainingError, match=r"there is no exit_adapters\.safetensors beside its weights"):
+        start(*arguments, "recipe.adapter_rank=4")
+    start(*arguments, "recipe.adapter_rank=3")  # others were asked for: the lost ones are not missed
 
 
 def test_the_guard_is_reported_and_holds(start, original):

@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from huggingface_hub import get_token
 
 import layerskip
+from layerskip.adapters import adapters_of, drop_other_adapters
+from layerskip.anatomy import num_layers
 from layerskip.hub import HubError, check_repo_id
 from train import run_folder
 from train.boundaries import why_not_apart
@@ -109,6 +111,11 @@ def _hang_recipe(
             f"recipe.reference_weight is {config.recipe.reference_weight:g}: the original model it needs would not be "
             "sharded; launch with ddp.yaml, or set it to 0"
         )
+    drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter_rank)
+    try:
+        adapters_of(model)
+    except (OSError, ValueError) as error:
+        raise TrainingError(str(error)) from None
     try:
         evaluator = Evaluator(accelerator, model, config)
         if config.model.lora_rank:
