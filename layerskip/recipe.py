@@ -68,11 +68,9 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}")
         for name, (zero, high) in _RANGES.items():
             value = getattr(self, name)
-            if not ((value >= 0 if zero else value > 0) and (high is None or value <= high)):
-                low = "0" if zero else "above 0"
-                raise ValueError(
-                    f"{name}={value} is out of range: {low} {'or more' if high is None else f'to {high:g}'}"
-                )
+            if not ((value >= 0 if zero else value > 0) and (value < math.inf if high is None else value <= high)):
+                low, above = ("0", " or more, finite") if zero else ("above 0", ", finite")
+                raise ValueError(f"{name}={value} is out of range: {low}{above if high is None else f' to {high:g}'}")
         for name in ("curriculum_stride", "total_steps", "adapter_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:

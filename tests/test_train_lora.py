@@ -99,3 +99,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load_config(config, ["model.architecture=null", "model.name_or_path=x", "recipe.preset=frozen-target"])
     with pytest.raises(ConfigError, match="lora_targets"):
         add_lora(tiny.llama(), ModelConfig(name_or_path="x", lora_rank=2, lora_targets=("nothing",)), 0, None)
+    with pytest.raises(ConfigError, match="lora_rank is 33; no layer of this model has a rank above 32"):
+        add_lora(tiny.llama(), ModelConfig(name_or_path="x", lora_rank=33), 0, None)
+    add_lora(tiny.llama(), ModelConfig(name_or_path="x", lora_rank=32), 0, None)

@@ -34,11 +34,12 @@ def check_lora(config: ModelConfig) -> None:
 def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int, checkpoint: Path | None) -> None:
     """Freeze `model` and put a trainable low-rank update beside its linear layers, that of `checkpoint` if given.
 
-    Raises `ConfigError` if none of `lora_targets` is a layer of the model.
+    Raises `ConfigError` if none of `lora_targets` is a layer of the model, or the rank is beyond that of any layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(config.lora_targets) or _linear_layers(model)
+    _check_rank(config.lora_rank or 0, model)
     alpha = config.lora_alpha if config.lora_alpha is not None else 2 * (config.lora_rank or 0)
     torch.manual_seed(seed)
     try:
@@ -48,6 +49,13 @@ def add_lora(model: "PreTrainedModel", config: ModelConfig, seed: int, checkpoin
         raise ConfigError(f"model.lora_targets {config.lora_targets}: {first_line(error)}") from None
     if checkpoint:
         load_lora(model, checkpoint)
+
+
+def _check_rank(rank: int, model: "PreTrainedModel") -> None:
+    """A higher rank than a layer's own changes nothing but the memory it takes. Shapes of ZeRO-3 are not known."""
+    full = max((min(model.get_submodule(name).weight.shape, default=0) for name in _linear_layers(model)), default=0)
+    if full and rank > full:
+        raise ConfigError(f"model.lora_rank is {rank}; no layer of this model has a rank above {full}: lower it")
 
 
 def _linear_layers(model: "PreTrainedModel") -> list[str]:
