@@ -115,7 +115,8 @@ class Handle:
         return loss
 
     def remove(self) -> None:
-        """Take everything off the model, but for the recipe in its config."""
+        """Take everything off the model, but for the recipe in its config. A frozen target stays frozen and keeps its
+        adapters, which it drafts with."""
         for handle in self._hooks:
             handle.remove()
         self.model.loss_function = self._base_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _RANGES: dict[str, tuple[bool, float | None]] = {
     "distillation_temperature": (False, None),
     "reference_weight": (True, None),
 }
+_COUNTS = ("curriculum_stride", "total_steps", "adapter_rank")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Recipe:
     seed: int = 0  # of the dropout decisions and of the positions
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.exits is not None:
             object.__setattr__(self, "exits", tuple(sorted(set(self.exits))))
             if not self.exits:
@@ -71,7 +74,7 @@ class Recipe:
             if not ((value >= 0 if zero else value > 0) and (value < math.inf if high is None else value <= high)):
                 low, above = ("0", " or more, finite") if zero else ("above 0", ", finite")
                 raise ValueError(f"{name}={value} is out of range: {low}{above if high is None else f' to {high:g}'}")
-        for name in ("curriculum_stride", "total_steps", "adapter_rank"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is out of range: 1 or more")
@@ -80,6 +83,19 @@ class Recipe:
                 f"adapter_rank={self.adapter_rank} freezes the model, so there is nothing to drop or to guard: "
                 f"set max_dropout=0 (now {self.max_dropout:g}) and reference_weight=0 (now {self.reference_weight:g})"
             )
+
+    def _check_types(self) -> None:
+        """A fraction or a text would be taken for a number until it fails, or trains nothing, much later."""
+        for name in _RANGES:
+            if not isinstance(value := getattr(self, name), int | float):
+                raise ValueError(f"{name}={value!r} is not a number")
+        for name in _COUNTS:
+            if not isinstance(value := getattr(self, name), int | None):
+                raise ValueError(f"{name}={value!r} is not a whole number")
+        if self.exits is None:
+            return
+        if not isinstance(self.exits, Collection) or not all(type(e) is int for e in self.exits):
+            raise ValueError(f"exits={self.exits!r} is no list of whole numbers: write it as (1, 2)")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Recipe:

@@ -436,6 +436,12 @@ def test_remove_takes_everything_off(tiny_llama):
         ({"curriculum_stride": 0}, "curriculum_stride=0"),
         ({"exits": ()}, "exits is empty"),
         ({"self_distillation": 2}, "self_distillation=2"),
+        ({"exits": 2}, r"exits=2 is no list of whole numbers: write it as \(1, 2\)"),
+        ({"exits": "12"}, "exits='12' is no list"),
+        ({"exits": (1.5,)}, "is no list"),
+        ({"max_dropout": "0.1"}, "max_dropout='0.1' is not a number"),
+        ({"adapter_rank": 2.5, "max_dropout": 0}, "adapter_rank=2.5 is not a whole number"),
+        ({"exit_loss_scale": float("inf")}, "exit_loss_scale=inf is out of range: 0 or more, finite"),
     ],
 )
 def test_bad_recipes_are_refused(arguments, message):
