@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from huggingface_hub.utils import filter_repo_objects
 
 from layerskip import card, hub
+from layerskip.adapters import ADAPTERS_FILE
 from layerskip.recipe import Recipe
 
 PUBLISHED = {
@@ -233,3 +234,13 @@ def test_a_damaged_record_is_named(run_dir):
     (run_dir / "benchmark.json").write_text("[1, 2")
     with pytest.raises(hub.HubError, match=r"benchmark\.json is not a JSON object"):
         card.model_card(run_dir)
+
+
+def test_a_checkpoint_that_lost_its_exit_adapters_is_not_uploaded(run_dir):
+    config = json.loads((run_dir / "config.json").read_text())
+    config["layerskip"]["adapters"] = {"rank": 4, "exits": [2]}
+    write(run_dir, "config", config)
+    with pytest.raises(hub.HubError, match=r"holds no exit_adapters\.safetensors"):
+        hub.upload_files(run_dir)
+    (run_dir / ADAPTERS_FILE).write_text("{}")
+    assert run_dir / ADAPTERS_FILE in hub.upload_files(run_dir)
