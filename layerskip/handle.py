@@ -178,14 +178,18 @@ class Handle:
         positions = self._positions(labels, **kwargs)
         chunks = num_chunks(labels.shape[0], labels.shape[1], self.recipe.exit_loss_positions, logits.shape[-1])
         total: Tensor | float = 0.0
-        self.losses, self.reference_loss = {}, None
-        for exit_layer, weight in self.weights.items():
+        self.reference_loss = None
+        losses = {}
+        # The last layer first: backward goes the other way round, so that the exits, which need its logits, are done
+        # with before its own gradient makes the peak of the step's memory.
+        for exit_layer, weight in reversed(self.weights.items()):
             if exit_layer == self.num_layers:
                 loss = self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             else:
                 loss = self._exit_loss(exit_layer, logits, positions, chunks)
-            self.losses[exit_layer] = loss.detach()
+            losses[exit_layer] = loss.detach()
             total = total + weight * loss
+        self.losses = dict(sorted(losses.items()))
         if self._reference is not None and not self._own_text:
             original = self._reference.logits(self._inputs, positions.places, chunks)
             guard = reference_loss(logits, original, positions)

@@ -115,7 +115,10 @@ def exit_loss(
         temperature: softens both distributions; the loss is multiplied by its square (Hinton et al. 2015, section 2).
         recompute: forget each chunk's logits and compute them again in backward.
     """
-    flat, teacher = hidden.flatten(0, 1), last_logits.detach().flatten(0, 1)
+    flat = hidden.flatten(0, 1)
+    teacher = (
+        last_logits.detach().flatten(0, 1) if distillation > 0 else last_logits.new_empty(0)
+    )  # held until backward
 
     def piece(states: Tensor, part: Positions) -> Tensor:
         logits = head(states[:, None])[:, 0].float()  # (n, vocab)
