@@ -1,0 +1,62 @@
+"""The measuring scripts: what they set is what the program reads, and a table comes of what runs leave behind."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from train.command import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_arm_of_the_ablation_is_a_run_that_can_start(tmp_path):
+    ablation = script("ablation")
+    config = ablation.recipe_left_out(tmp_path)
+    recipes = {arm: load_config(config, settings).recipe for arm, settings in ablation.ARMS.items()}
+    assert len(set(recipes.values())) == len(recipes) - 1  # own text is a matter of the data
+    assert recipes["plain"].max_dropout == recipes["plain"].exit_loss_scale == 0
+    assert recipes["paper recipe"].trained_exits(24) == tuple(range(1, 24))
+    assert recipes["self-distill"].trained_exits(24) == (2, 3)
+    for recipe in recipes.values():
+        recipe.check(24)
+
+
+def test_the_ablations_table_is_the_mean_over_seeds(tmp_path):
+    ablation = script("ablation")
+    for seed, loss in ((0, 4.0), (1, 5.0)):
+        run = ablation.folder(tmp_path, "paper recipe", seed)
+        run.mkdir()
+        exits = {
+            str(e): {"agreement": 0.5, "overlap": 0.6, "forecast": {"greedy": {"speedup": speed}}}
+            for e, speed in ((2, 1.0), (3, 1.5))
+        }
+        record = {"after": {"test": {"last": {"loss": loss}, "exits": exits}}}
+        (run / "evaluation.json").write_text(json.dumps(record))
+        arms = [{"arm": "plain", "speedup": 1.0}, {"arm": "self-speculative", "speedup": 1.2 + seed}]
+        (run / "benchmark.json").write_text(json.dumps({"greedy": arms, "sampled": arms}))
+    [row] = ablation.rows(tmp_path, [0, 1, 2])
+    assert row == ["paper recipe", "2", "3", "4.500 ±0.500", "0.500 ±0.000", "0.600 ±0.000", "1.500 ±0.000",
+                   "1.700 ±0.500", "1.700 ±0.500"]  # fmt: skip
+
+
+def test_what_a_recipe_costs_is_measured_on_recipes_that_fit():
+    cost = script("recipe_cost")
+    for recipe in cost.ARMS.values():
+        if recipe is not None:
+            recipe.check(30)
+    assert len(cost.FIVE_EXITS.trained_exits(30)) == 5
+    assert cost.ARMS["plain"] is None
+
+
+@pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead"])
+def test_scripts_say_how_they_are_run(name):
+    assert f"python scripts/{name}.py" in script(name).__doc__
