@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from layerskip.settings import carried, carry
+
 ADAPTERS_FILE = "exit_adapters.safetensors"
 _ATTRIBUTE = "layerskip_adapters"
-_CONFIG_KEY = "layerskip"
 
 
 class ExitAdapter(nn.Module):
@@ -58,9 +59,7 @@ def attach_adapters(model: PreTrainedModel, exits: Sequence[int], rank: int, see
     model.add_module(_ATTRIBUTE, adapters)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     model._keys_to_ignore_on_save = {*ignored, *(f"{_ATTRIBUTE}.{name}" for name in adapters.state_dict())}
-    carried = dict(getattr(model.config, _CONFIG_KEY, None) or {})
-    carried["adapters"] = {"rank": rank, "exits": sorted(exits)}
-    setattr(model.config, _CONFIG_KEY, carried)
+    carry(model.config, adapters={"rank": rank, "exits": sorted(exits)})
     return adapters
 
 
@@ -69,12 +68,11 @@ def drop_other_adapters(model: PreTrainedModel, exits: Sequence[int] = (), rank:
 
     They were made for the model as it was: one that is trained further without them must not name them in its config.
     """
-    carried = dict(getattr(model.config, _CONFIG_KEY, None) or {})
-    if carried.pop("adapters", None) in (None, {"rank": rank, "exits": sorted(exits)}):
+    if carried(model.config).get("adapters") in (None, {"rank": rank, "exits": sorted(exits)}):
         return
     model._modules.pop(_ATTRIBUTE, None)
     _loaded.pop(model, None)
-    setattr(model.config, _CONFIG_KEY, carried)
+    carry(model.config, adapters=None)
 
 
 def _new(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int) -> Adapters:
@@ -116,7 +114,7 @@ def find_adapters(config: PreTrainedConfig) -> Path | None:
     Raises:
         FileNotFoundError: if it is not beside the checkpoint's weights.
     """
-    if not (getattr(config, _CONFIG_KEY, None) or {}).get("adapters"):
+    if not carried(config).get("adapters"):
         return None
     source, commit = config._name_or_path, getattr(config, "_commit_hash", None)
     path = cached_file(source, ADAPTERS_FILE, revision=commit, _raise_exceptions_for_missing_entries=False)
@@ -132,7 +130,7 @@ def _load(model: PreTrainedModel) -> Adapters | None:
     path = find_adapters(model.config)
     if path is None:
         return None
-    described = getattr(model.config, _CONFIG_KEY)["adapters"]
+    described = carried(model.config)["adapters"]
     adapters = _new(model, described["exits"], described["rank"], 0)
     try:
         adapters.load_state_dict(load_file(path))

@@ -9,6 +9,7 @@ without any rescaling, unless asked for (a kept layer's contribution is then div
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from layerskip.randomness import row_uniforms
 from layerskip.recipe import Recipe
 
 
+@lru_cache(maxsize=8)  # asked at every layer, for a step or two at a time
 def dropout_rates(recipe: Recipe, num_layers: int, step: int) -> tuple[float, ...]:
     """p_{l,t} for l = 0 .. L-1 at optimizer step `step`: 0 at the first layer, S(t) p_max at the last."""
     time = _time_scale(recipe, step)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.anatomy import num_layers, unwrap
+from layerskip.objective import IGNORE_INDEX
 from layerskip.stages import Stages
 from layerskip.views import ExitReader
 from layerskip.walk import mean_acceptance_length
@@ -49,7 +50,7 @@ class ExitMeasurement:
         Args:
             labels: (batch, length) like `token_ids`; tokens where it is -100 are not counted. None: all are.
         """
-        counted = torch.ones_like(token_ids, dtype=torch.bool) if labels is None else labels != -100
+        counted = torch.ones_like(token_ids, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
         counted = counted[:, start:]  # (batch, length - start)
         number = int(counted.sum())
         if not number:

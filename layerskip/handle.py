@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +17,17 @@ from layerskip.loss import exit_weights, shifted_labels
 from layerskip.objective import KEPT_SHARE, Positions, choose_positions, exit_loss, num_chunks, reference_loss
 from layerskip.recipe import Recipe
 from layerskip.reference import INPUTS, Reference
+from layerskip.settings import carry
 from layerskip.views import Head
 
-CONFIG_KEY = "layerskip"
+
+@lru_cache(maxsize=8)  # asked at every layer, for a step or two at a time
+def _weights(recipe: Recipe, num_layers: int, step: int, own_text: bool) -> dict[int, float]:
+    exits = active_exits(recipe, num_layers, step)
+    if own_text:
+        exits = tuple(e for e in exits if e < num_layers) or exits
+    weights = exit_weights(recipe, exits, num_layers)
+    return {exit_layer: weight for exit_layer, weight in weights.items() if weight > 0}
 
 
 class Handle:
@@ -59,8 +67,7 @@ class Handle:
         self._base_loss = self.model.loss_function
         self._hang(layers)
         self.model._layerskip_handle = self
-        carried = dict(getattr(self.model.config, CONFIG_KEY, None) or {})
-        setattr(self.model.config, CONFIG_KEY, {**carried, "recipe": recipe.to_dict()})
+        carry(self.model.config, recipe=recipe.to_dict())
 
     def set_step(self, step: int, micro_step: int = 0, first_row: int = 0, own_text: bool = False) -> None:
         """Say where training is, before a forward.
@@ -79,11 +86,7 @@ class Handle:
     @property
     def weights(self) -> dict[int, float]:
         """Exits in the loss at this step and their weights, which sum to 1; L is the model itself."""
-        exits = active_exits(self.recipe, self.num_layers, self._step)
-        if self._own_text:
-            exits = tuple(e for e in exits if e < self.num_layers) or exits
-        weights = exit_weights(self.recipe, exits, self.num_layers)
-        return {exit_layer: weight for exit_layer, weight in weights.items() if weight > 0}
+        return dict(_weights(self.recipe, self.num_layers, self._step, self._own_text))
 
     @property
     def active_exits(self) -> tuple[int, ...]:
@@ -123,14 +126,13 @@ class Handle:
         del self.model._layerskip_handle
 
     def _hang(self, layers: list[nn.Module]) -> None:
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
-        ]
-        for index, layer in enumerate(layers):
-            if self.recipe.max_dropout > 0:
+        self._hooks = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        if self.recipe.max_dropout > 0:
+            for index, layer in enumerate(layers):
                 self._hooks += DropoutHooks(layer, partial(self._decide, index)).handles
-            if index + 1 < self.num_layers:
-                self._hooks.append(layer.register_forward_hook(partial(self._tap, index + 1)))
+        for exit_layer in self.recipe.trained_exits(self.num_layers):
+            tap = partial(self._tap, exit_layer)
+            self._hooks.append(layers[exit_layer - 1].register_forward_hook(tap))
         self.model.loss_function = self._loss
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -180,13 +182,16 @@ class Handle:
         total: Tensor | float = 0.0
         self.reference_loss = None
         losses = {}
+        weights = self.weights
+        num_early = len(weights) - (self.num_layers in weights)
+        recompute = self.recipe.exit_loss_positions * num_early > KEPT_SHARE
         # The last layer first: backward goes the other way round, so that the exits, which need its logits, are done
         # with before its own gradient makes the peak of the step's memory.
-        for exit_layer, weight in reversed(self.weights.items()):
+        for exit_layer, weight in reversed(weights.items()):
             if exit_layer == self.num_layers:
                 loss = self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             else:
-                loss = self._exit_loss(exit_layer, logits, positions, chunks)
+                loss = self._exit_loss(exit_layer, logits, positions, chunks, recompute)
             losses[exit_layer] = loss.detach()
             total = total + weight * loss
         self.losses = dict(sorted(losses.items()))
@@ -222,9 +227,10 @@ class Handle:
         key = ("positions", self.recipe.seed, self._step, self._micro_step)
         return choose_positions(targets, self.recipe.exit_loss_positions, num_items_in_batch, self._first_row, *key)
 
-    def _exit_loss(self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int) -> Tensor:
+    def _exit_loss(
+        self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int, recompute: bool
+    ) -> Tensor:
         adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
-        num_early = sum(active < self.num_layers for active in self.active_exits)
         return exit_loss(
             self._taps.pop(exit_layer),
             self._head if adapter is None else lambda hidden: self._head(adapter(hidden)),
@@ -233,5 +239,5 @@ class Handle:
             chunks,
             distillation=1.0 if self._own_text else self.recipe.self_distillation,
             temperature=self.recipe.distillation_temperature,
-            recompute=self.recipe.exit_loss_positions * num_early > KEPT_SHARE,
+            recompute=recompute,
         )

@@ -116,9 +116,8 @@ def exit_loss(
         recompute: forget each chunk's logits and compute them again in backward.
     """
     flat = hidden.flatten(0, 1)
-    teacher = (
-        last_logits.detach().flatten(0, 1) if distillation > 0 else last_logits.new_empty(0)
-    )  # held until backward
+    # Held until backward, so only where it is used.
+    teacher = last_logits.detach().flatten(0, 1) if distillation > 0 else last_logits.new_empty(0)
 
     def piece(states: Tensor, part: Positions) -> Tensor:
         logits = head(states[:, None])[:, 0].float()  # (n, vocab)

@@ -1,7 +1,7 @@
 """Which exit layer and draft length a call uses, and where a checkpoint keeps its tuned ones.
 
 `generation_config.json` carries {"layerskip": {"exit_layer": E, "num_draft_tokens": K}}: a key plain
-transformers keeps and ignores.
+transformers keeps and ignores. `config.json` has the same key for what belongs to the model: recipe, exits, adapters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.anatomy import check_exit_layer, num_layers
 
@@ -31,22 +31,33 @@ class Setting:
             raise ValueError(f"num_draft_tokens must be a whole number, 0 or more, got {n!r}")
 
 
+def carried(config: PreTrainedConfig) -> dict[str, Any]:
+    """What the model's config carries under our key: a copy, empty if there is nothing."""
+    return dict(getattr(config, KEY, None) or {})
+
+
+def carry(config: PreTrainedConfig, **values: Any) -> None:
+    """Put `values` beside what the config carries already; None takes one out."""
+    merged = {**carried(config), **values}
+    setattr(config, KEY, {name: value for name, value in merged.items() if value is not None})
+
+
 def tuned_setting(model: PreTrainedModel) -> Setting | None:
     """The setting the checkpoint carries, or None.
 
     Raises:
         ValueError: if what it carries does not fit the model.
     """
-    carried: Any = getattr(model.generation_config, KEY, None)
-    if not carried:
+    stored: Any = getattr(model.generation_config, KEY, None)
+    if not stored:
         return None
     try:
-        setting = Setting(carried["exit_layer"], carried["num_draft_tokens"])
+        setting = Setting(stored["exit_layer"], stored["num_draft_tokens"])
         if setting.exit_layer is not None:
             check_exit_layer(setting.exit_layer, num_layers(model))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"generation_config.{KEY} is {carried!r}, which does not fit this model ({error}): "
+            f"generation_config.{KEY} is {stored!r}, which does not fit this model ({error}): "
             "give exit_layer and num_draft_tokens, or mend generation_config.json"
         ) from error
     return setting

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from layerskip.handle import CONFIG_KEY
 from layerskip.hub import HubError, upload, write_model_card
-from layerskip.settings import Setting, store_setting
+from layerskip.settings import Setting, carry, store_setting
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture
@@ -63,8 +62,7 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     model = run.accelerator.unwrap_model(run.model)
     exits = evaluations["test"].record()["exits"]
     kept = ("loss", "agreement", "overlap")
-    carried = {exit_layer: {name: numbers[name] for name in kept} for exit_layer, numbers in exits.items()}
-    setattr(model.config, CONFIG_KEY, {**getattr(model.config, CONFIG_KEY), "exits": carried})
+    carry(model.config, exits={e: {name: numbers[name] for name in kept} for e, numbers in exits.items()})
     _save_finished(run, folder)
     if main:
         record = _final_record(run, evaluations, setting, exported)
