@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_TEXT_OFF = "data.own_text=0"
-PAPER = [OWN_TEXT_OFF, "recipe.preset=paper-scratch", "recipe.exits=null", "recipe.curriculum_stride=null"]
+PAPER = [OWN_TEXT_OFF, "recipe.preset=paper-scratch"]
 SELF_DISTILL = [OWN_TEXT_OFF, "recipe.preset=self-distill"]
 
 ARMS: dict[str, list[str]] = {

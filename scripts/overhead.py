@@ -49,24 +49,16 @@ def main() -> None:
 
 def load(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
+
+    from scripts.shapes import smollm2_135m
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.model:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
     else:
-        config = LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-            max_position_embeddings=8192,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(smollm2_135m(), dtype=torch.bfloat16)
     prompt = torch.randint(3, model.config.vocab_size, (1, options.prompt_tokens))
     return model.eval(), prompt
 

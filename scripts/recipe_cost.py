@@ -16,48 +16,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from layerskip.machine import fast_dtype
 from layerskip.recipe import Recipe, prepare
+from scripts.shapes import smollm2_135m
 
-SHALLOW = {"exits": (3,), "exit_weights": "uniform", "exit_loss_scale": 0.5, "curriculum": "all"}
+ONE_EXIT = Recipe(
+    max_dropout=0, exits=(3,), exit_weights="uniform", exit_loss_scale=0.5, curriculum="all", self_distillation=0.5
+)
 ARMS: dict[str, Recipe | None] = {
     "plain": None,
     "paper-continual (4 exits a step)": Recipe.preset("paper-continual"),
-    "one exit, all positions": Recipe(max_dropout=0, **SHALLOW, self_distillation=0.5),
-    "one exit, 1/2 of the positions": Recipe(max_dropout=0, **SHALLOW, self_distillation=0.5, exit_loss_positions=0.5),
-    "one exit, 1/4 of the positions": Recipe(max_dropout=0, **SHALLOW, self_distillation=0.5, exit_loss_positions=0.25),
-    "one exit, 1/8 of the positions": Recipe(
-        max_dropout=0, **SHALLOW, self_distillation=0.5, exit_loss_positions=0.125
-    ),
+    "one exit, all positions": ONE_EXIT,
+    "one exit, 1/2 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 2),
+    "one exit, 1/4 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 4),
+    "one exit, 1/8 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 8),
     "self-distill": Recipe.preset("self-distill"),
     "self-distill, p_max 0.5 linear": Recipe.preset("self-distill", max_dropout=0.5, dropout_depth="linear"),
     "frozen-target": Recipe.preset("frozen-target"),
 }
-FIVE_EXITS = Recipe(
-    max_dropout=0, exits=(2, 3, 4, 6, 8), exit_weights="uniform", curriculum="all", self_distillation=0.5
-)
+FIVE_EXITS = replace(ONE_EXIT, exits=(2, 3, 4, 6, 8), exit_loss_scale=0.2)
 
 
 def build_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).train()
+    return LlamaForCausalLM(smollm2_135m()).train()
 
 
 def training_step(model: LlamaForCausalLM, recipe: Recipe | None, ids: torch.Tensor) -> Callable[[int], None]:

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import AutoConfig
 
 from train.bad_rows import BadRowError, BadRows
 from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.console import Reporter
 from train.corpus import Document, read_documents
-from train.errors import TrainingError, cannot_load, check
+from train.errors import TrainingError, check
+from train.model import load_model_config
 from train.regenerate_options import RegenerateOptions
 
 if TYPE_CHECKING:
@@ -60,12 +60,8 @@ def read_prompts(
 
 def _max_prompt(config: TrainConfig, options: RegenerateOptions) -> int | None:
     """The longest prompt that leaves room for an answer in the model's positions; None if they have no end."""
-    name = str(config.model.name_or_path)
-    try:
-        model_config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise TrainingError(cannot_load("model.name_or_path", name, error)) from None
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    text_config = load_model_config(str(config.model.name_or_path)).get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
     if positions is None:
         return None
     check(

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.objective import IGNORE_INDEX
 from train.errors import TrainingError
 from train.order import allot, block_index, cycle_places
 from train.packing import START, TARGET
 
-IGNORED = -100  # the label of a token that is not learnt, in transformers
 _CYCLE = 1000  # sequence numbers in which the sources of a mixture have exactly their shares, at most
 
 
@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """Some blocks, as a model takes them: int64 (rows, sequence_length) each."""
 
     input_ids: Tensor
-    labels: Tensor  # the ids; IGNORED where they are not learnt
+    labels: Tensor  # the ids; IGNORE_INDEX where they are not learnt
     position_ids: Tensor | None = None  # from 0 in each document, where documents see nothing of each other
 
     def inputs(self, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -69,9 +69,9 @@ class Blocks:
         marks = torch.from_numpy(self._marks[chosen])
         targets, starts = (marks & TARGET).bool(), (marks & START).bool()
         if not self._has_boundaries:
-            return Batch(ids, ids.masked_fill(~targets, IGNORED))
+            return Batch(ids, ids.masked_fill(~targets, IGNORE_INDEX))
         # Nothing that it sees predicts a document's first token.
-        return Batch(ids, ids.masked_fill(~targets | starts, IGNORED), position_ids(starts))
+        return Batch(ids, ids.masked_fill(~targets | starts, IGNORE_INDEX), position_ids(starts))
 
     def prompt(self, index: int) -> Tensor:
         """The beginning of block `index`, to be continued: (n,) ids of a third of it, or, where only answers are

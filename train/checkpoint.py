@@ -69,7 +69,7 @@ def save_checkpoint(
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    save_model(accelerator, model, tokenizer, partial)
+    save_model(accelerator, model, tokenizer, partial, for_resume=True)
     with writing(accelerator, partial, alone=is_sharded(accelerator)):
         if is_sharded(accelerator):
             accelerator.save_state(str(partial / "engine"))
@@ -94,15 +94,22 @@ def save_model(
     tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     dtype: torch.dtype = torch.float32,
+    for_resume: bool = False,
 ) -> None:
-    """Write the model and tokenizer as an ordinary Hugging Face checkpoint; every process calls this.
+    """Write the model and tokenizer as an ordinary Hugging Face checkpoint, and `for_resume` what LoRA needs besides;
+    every process calls this.
 
     Raises `TrainingError` if it cannot be written, with `folder` removed.
     """
     weights = accelerator.get_state_dict(model)  # gathered on the first process if sharded
     with writing(accelerator, folder):
         if accelerator.is_main_process:
-            _write_model(accelerator.unwrap_model(model), weights, tokenizer, folder, dtype)
+            inner: PreTrainedModel = accelerator.unwrap_model(model)
+            if has_lora(inner):
+                if for_resume:
+                    save_lora(weights, folder)
+                weights = merge_lora(weights, inner)
+            _write_model(inner, weights, tokenizer, folder, dtype)
 
 
 def _write_model(
@@ -112,10 +119,6 @@ def _write_model(
     folder: Path,
     dtype: torch.dtype,
 ) -> None:
-    if has_lora(inner):
-        if dtype == torch.float32:  # a finished checkpoint in another dtype is not resumed from
-            save_lora(weights, folder)
-        weights = merge_lora(weights, inner)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     inner.save_pretrained(folder, state_dict=dict(weights))  # a copy: it takes the adapters out
     save_adapters(inner, folder, weights)  # exit adapters, where the recipe trains some

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 
 from layerskip.forecast import Costs, measure_costs
 from train.config import TrainConfig
+from train.files import read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,14 +28,13 @@ def stage_costs(
     """
     path = config.run.folder / "costs.json"
     conditions = {**machine(accelerator, config), "exits": list(exits)}
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stored = read_json(path)
     if stored.get("conditions") == conditions:
         return _from_json(stored["seconds"])
     timed: torch.nn.Module = copy.deepcopy(model)
     timed.to(device=accelerator.device, dtype=getattr(torch, config.model.dtype))
     costs = measure_costs(timed, exits, context=min(_CONTEXT, config.data.sequence_length // 2))
-    record = {"conditions": conditions, "seconds": dataclasses.asdict(costs)}
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(path, {"conditions": conditions, "seconds": dataclasses.asdict(costs)})
     return costs
 
 

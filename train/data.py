@@ -1,6 +1,5 @@
 """The run's data: tokenizer, packed tokens and prompts, made once and read by every process."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,11 @@ from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.corpus import SPLITS, Document, describe, read_documents
 from train.errors import TrainingError
+from train.files import read_json, write_json
 from train.packing import encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
 from train.text_config import SourceConfig
-from train.vocabulary import build_tokenizer, load_tokenizer
+from train.vocabulary import build_tokenizer, load_tokenizer, padding_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,9 +57,7 @@ def prepare_data(config: TrainConfig) -> None:
     _check_counts(records, config)
     for split, kept in held_out.items():
         write_prompts(choose_prompts(kept, tokenizer, template), folder / "prompts" / f"{split}.jsonl")
-    manifest.write_text(
-        json.dumps({"sources": records, "vocab_size": len(tokenizer)}, indent=2) + "\n", encoding="utf-8"
-    )
+    write_json(manifest, {"sources": records, "vocab_size": len(tokenizer)})
 
 
 def open_data(config: TrainConfig, has_boundaries: bool | None = None) -> Data:
@@ -82,7 +80,7 @@ def open_data(config: TrainConfig, has_boundaries: bool | None = None) -> Data:
                 f"no source has a whole block of {split} text: lower data.sequence_length, or give more"
             )
         splits[split] = Mixture(parts, weights)
-    records = json.loads(_manifest(folder).read_text(encoding="utf-8"))["sources"]
+    records = read_json(_manifest(folder))["sources"]
     notes = tuple(f"{record['source']}: {note}" for record in records for note in record["notes"])
     return Data(tokenizer, **splits, has_boundaries=has_boundaries, notes=notes)
 
@@ -112,8 +110,8 @@ def _write_source(
     documents = _keep_held_out(read_documents(source, data.held_out, bad), held_out)
     encoded = encode_documents(documents, tokenizer, template, bad)
     block = data.sequence_length if source.has_answers else None
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    written = write_tokens(encoded, token_dtype(len(tokenizer)), _folder(config, number), block, padding)
+    folder, dtype = _folder(config, number), token_dtype(len(tokenizer))
+    written = write_tokens(encoded, dtype, folder, block, padding_id(tokenizer))
     notes = [bad.report()]
     if written.num_cut:
         longer = f"{written.num_cut} rows are longer than data.sequence_length={block} tokens and were cut to it"

@@ -8,7 +8,8 @@ from accelerate import Accelerator
 
 from layerskip.anatomy import num_layers
 from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_exits
-from train.blocks import IGNORED, Mixture
+from layerskip.objective import IGNORE_INDEX
+from train.blocks import Mixture
 from train.config import TrainConfig
 from train.console import Reporter
 from train.continuations import continue_prompts, end_ids
@@ -104,7 +105,7 @@ def _continued(prompt: torch.Tensor, text: torch.Tensor, device: torch.device) -
     """A prompt and its continuation as one row, (1, length) each, of which the continuation counts."""
     ids = torch.cat([prompt, text]).to(device)[None]
     labels = ids.clone()
-    labels[:, : len(prompt)] = IGNORED
+    labels[:, : len(prompt)] = IGNORE_INDEX
     return {"input_ids": ids, "labels": labels}
 
 

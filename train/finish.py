@@ -3,7 +3,6 @@
 Settings are chosen on the validation split; the numbers that are reported come from the test split.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from train.config import HubConfig
 from train.console import Reporter
 from train.costs import machine
 from train.evaluate import Evaluation, report
+from train.files import read_json, write_json
 from train.report import try_report
 from train.samples import write_samples
 from train.setup import Run
@@ -35,13 +35,12 @@ def record_before(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     write_samples(run, tracker)
     if run.accelerator.is_main_process:
         record = {"before": {split: evaluation.record() for split, evaluation in evaluations.items()}}
-        _write_json(run.config.run.folder / _EVALUATION, record)
+        write_json(run.config.run.folder / _EVALUATION, record)
 
 
 def is_finished(run: Run) -> bool:
     """Whether `finish` has been through for this number of steps, and exported what `best.export` asks for."""
-    path = run.config.run.folder / _EVALUATION
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record = read_json(run.config.run.folder / _EVALUATION)
     exported = record.get("exported", {}).get("rule") == export_rule(run.config)
     return exported and record.get("steps") == run.progress.step >= run.config.optim.max_steps
 
@@ -66,7 +65,7 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     _save_finished(run, folder)
     if main:
         record = _final_record(run, evaluations, setting, exported)
-        _write_json(folder / _EVALUATION, record)
+        write_json(folder / _EVALUATION, record)
         _compare(record, run, reporter, tracker)
         write_model_card(folder)
         if run.config.tracking.report:
@@ -154,9 +153,8 @@ def _final_record(
     run: Run, evaluations: dict[str, Evaluation], setting: dict[str, Any] | None, exported: int
 ) -> dict[str, Any]:
     """evaluation.json: before and after, the setting, which step was exported, and how the stages were timed."""
-    before = json.loads((run.config.run.folder / _EVALUATION).read_text(encoding="utf-8")).get("before")
     return {
-        "before": before,
+        "before": read_json(run.config.run.folder / _EVALUATION).get("before"),
         "after": {split: evaluation.record() for split, evaluation in evaluations.items()},
         "setting": setting,
         "exported": {"rule": export_rule(run.config), "step": exported},
@@ -175,10 +173,3 @@ def _upload(hub: HubConfig, folder: Path, reporter: Reporter) -> None:
         reporter.say(f"not uploaded: {error}; try again with: python -m infer push {folder} --repo {hub.repo_id}")
     else:
         reporter.say(f"uploaded to {address}")
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write through a temporary file: a crash leaves the old one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -15,8 +15,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from layerskip.objective import IGNORE_INDEX
 from train.best import best_so_far, is_best_now
-from train.blocks import IGNORED, Batch, Mixture
+from train.blocks import Batch, Mixture
 from train.checkpoint import half_written, latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
@@ -162,7 +163,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def count_targets(window: Sequence[Batch], accelerator: Accelerator) -> int:
     """Predicted tokens of a window over all processes, at least 1: without any the loss is 0, and is not divided
     by 0, and the step is taken as on every other process."""
-    count = sum(int((batch.labels[:, 1:] != IGNORED).sum()) for batch in window)
+    count = sum(int((batch.labels[:, 1:] != IGNORE_INDEX).sum()) for batch in window)
     return max(1, int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum")))
 
 

@@ -24,16 +24,10 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
     Raises `TrainingError` if it cannot be found, `ConfigError` if something does not fit; no weights are
     read.
     """
-    from transformers import AutoConfig
-
     if config.model.architecture:
         model_config = _from_architecture(config.model.architecture)
     else:
-        name = str(config.model.name_or_path)
-        try:
-            model_config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise TrainingError(cannot_load("model.name_or_path", name, error)) from None
+        model_config = load_model_config(str(config.model.name_or_path))
     _check_family(model_config)
     text = model_config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -49,6 +43,16 @@ def build_model_config(config: TrainConfig) -> "PretrainedConfig":
     except ValueError as error:
         raise ConfigError(f"recipe: {error}") from None
     return model_config
+
+
+def load_model_config(name: str) -> "PretrainedConfig":
+    """The transformers config in a local folder or Hub repository; `TrainingError` if it cannot be loaded."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise TrainingError(cannot_load("model.name_or_path", name, error)) from None
 
 
 def _check_family(model_config: "PretrainedConfig") -> None:
@@ -115,31 +119,44 @@ def build_model(config: TrainConfig, model_config: "PretrainedConfig", checkpoin
 
     Weights from scratch depend on `run.seed` alone, but that ZeRO-3 draws them in pieces, and so others.
     """
-    from transformers import AutoModelForCausalLM
-
-    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
     # LoRA's own weights are put on top of the original later.
     source = (None if config.model.lora_rank else checkpoint) or config.model.name_or_path
-    try:
-        if source is None:
-            torch.manual_seed(config.run.seed)
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, **attention)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, **attention)
-    except (OSError, ValueError, ImportError) as error:
-        name = source or f"model.architecture ({model_config.model_type})"
-        raise TrainingError(f"cannot build the model from {str(name)!r}: {first_line(error)}") from None
+    if source is None:
+        torch.manual_seed(config.run.seed)
+    model = load_model(config, model_config if source is None else str(source), torch.float32)
     if config.model.gradient_checkpointing:
         # Renamed in transformers 5.24; the old name warns there.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
 
 
-def decide_dtypes(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """The config with `model.dtype` and `model.save_dtype` of "auto" decided for `device`."""
+def load_model(config: TrainConfig, source: "str | PretrainedConfig", dtype: torch.dtype) -> "PreTrainedModel":
+    """The causal LM of a folder or Hub repository, or one with new weights from a transformers config.
+
+    Raises `TrainingError` if it cannot be made.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
+    try:
+        if isinstance(source, str):
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **attention)
+        return AutoModelForCausalLM.from_config(source, dtype=dtype, **attention)
+    except (OSError, ValueError, ImportError) as error:
+        name = source if isinstance(source, str) else f"model.architecture ({source.model_type})"
+        raise TrainingError(f"cannot build the model from {name!r}: {first_line(error)}") from None
+
+
+def this_device() -> torch.device:
+    """The accelerator of this machine, else its CPU."""
+    return (torch.accelerator.is_available() and torch.accelerator.current_accelerator()) or torch.device("cpu")
+
+
+def decide_dtypes(config: TrainConfig) -> TrainConfig:
+    """The config with `model.dtype` and `model.save_dtype` of "auto" decided for this machine."""
     dtype = config.model.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if fast_dtype(device) == torch.bfloat16 else "float32"
+        dtype = "bfloat16" if fast_dtype(this_device()) == torch.bfloat16 else "float32"
     saved = dtype if config.model.save_dtype == "auto" else config.model.save_dtype
     return replace(config, model=replace(config.model, dtype=dtype, save_dtype=saved))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig
-from train.errors import ConfigError, TrainingError, cannot_load, check
+from train.errors import ConfigError, check
 from train.regenerate_options import RegenerateOptions, flag
 
 if TYPE_CHECKING:
@@ -82,20 +82,13 @@ def _tokenizer(config: TrainConfig) -> "tuple[PreTrainedTokenizerBase, ChatTempl
 def _model(config: TrainConfig) -> "PreTrainedModel":
     """The model in `model.dtype`, on the accelerator if there is one."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from train.model import decide_dtypes
+    from train.model import decide_dtypes, load_model, this_device
 
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
-    device = (torch.accelerator.is_available() and torch.accelerator.current_accelerator()) or torch.device("cpu")
-    attention = {"attn_implementation": config.model.attn_implementation} if config.model.attn_implementation else {}
-    name, dtype = str(config.model.name_or_path), getattr(torch, decide_dtypes(config, device).model.dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention)
-    except (OSError, ValueError, ImportError) as error:
-        raise TrainingError(cannot_load("model.name_or_path", name, error)) from None
-    return model.eval().to(device)
+    dtype = getattr(torch, decide_dtypes(config).model.dtype)
+    return load_model(config, str(config.model.name_or_path), dtype).eval().to(this_device())
 
 
 def _answer_all(
@@ -112,6 +105,7 @@ def _answer_all(
 
     from train.console import counting
     from train.continuations import Sampling, continue_prompts, end_ids
+    from train.vocabulary import padding_id
 
     ends = end_ids(model, tokenizer.eos_token_id)
     sampling = Sampling(options.temperature, options.top_k or None, options.top_p) if options.temperature else None
@@ -125,7 +119,7 @@ def _answer_all(
                     model,
                     [prompt.ids for prompt in batch],
                     options.max_new_tokens,
-                    tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0],
+                    padding_id(tokenizer),
                     ends,
                     seeds if sampling is not None else None,
                     sampling,

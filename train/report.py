@@ -4,13 +4,13 @@ python -m train report RUN      makes it again, also of a run that is still goin
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from train import report_sections as sections
 from train.console import Reporter
 from train.errors import TrainingError
+from train.files import write_text
 from train.report_page import page
 from train.tracking import read_lines
 
@@ -42,9 +42,7 @@ def write_report(folder: Path) -> Path:
         sections.origin(provenance, settings.read_text(encoding="utf-8") if settings.is_file() else ""),
     ]
     path = folder / "report.html"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page(f"{name}: training report", parts), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, page(f"{name}: training report", parts))
     return path
 
 

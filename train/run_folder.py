@@ -29,6 +29,7 @@ from train.command import to_yaml
 from train.config import TrainConfig
 from train.corpus import SPLITS
 from train.errors import ConfigError, TrainingError
+from train.files import read_json, write_json
 from train.parsing import read_yaml
 
 # What a run writes: it refuses to write over these, and `run.overwrite` deletes these and nothing else.
@@ -49,6 +50,7 @@ OUTPUTS = (
         "model*.safetensors*",
         "tokenizer*",
         "special_tokens_map.json",
+        "exit_adapters.safetensors",
     ),
 )
 # Settings that may differ between a run and its resumption; all others make it another run.
@@ -138,13 +140,13 @@ def record_data(folder: Path) -> None:
     """Note the fingerprint of what the run reads in provenance.json: a hash of the tokens of each split and of the
     tokenizer. Called by the first process alone, once they are there; a resumed run keeps what is noted."""
     path = folder / "provenance.json"
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_json(path)
     if "data" in record:
         return
     splits = [file for split in SPLITS for file in sorted((folder / "data").rglob(f"{split}.bin"))]
     files = [*splits, *sorted((folder / "tokenizer").glob("tokenizer.json"))]
     record["data"] = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in files}
-    _write_record(path, record)
+    write_json(path, record)
 
 
 def _fingerprint(file: Path) -> str:
@@ -154,8 +156,7 @@ def _fingerprint(file: Path) -> str:
 
 def _record_launch(path: Path, argv: Sequence[str], seed: int) -> None:
     """Append this launch to provenance.json; a new file gets the run's id (which wandb uses, too)."""
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    record = record or {"run_id": uuid.uuid4().hex[:8], "launches": []}
+    record = read_json(path) or {"run_id": uuid.uuid4().hex[:8], "launches": []}
     record["launches"].append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -168,14 +169,7 @@ def _record_launch(path: Path, argv: Sequence[str], seed: int) -> None:
             "versions": {name: version for name in _PACKAGES if (version := _version(name))},
         }
     )
-    _write_record(path, record)
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    """Through a temporary file: a crash leaves the old one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_json(path, record)
 
 
 def git_commit() -> str | None:

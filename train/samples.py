@@ -4,6 +4,7 @@ from train.continuations import continue_prompts
 from train.engine import autocast, is_sharded
 from train.setup import Run
 from train.tracking import Tracker
+from train.vocabulary import padding_id
 
 _PROMPT_TOKENS = 48  # the end of a longer prompt
 
@@ -16,11 +17,10 @@ def write_samples(run: Run, tracker: Tracker) -> None:
         return
     model, tokenizer = accelerator.unwrap_model(run.model), run.data.tokenizer
     prompts = [prompt[-_PROMPT_TOKENS:] for prompt in run.data.validation.prompts(tracking.samples)]
-    end = tokenizer.eos_token_id
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end or 0
-    ends = [end] if end is not None else []
     with autocast(accelerator, run.config):
-        texts = continue_prompts(model, prompts, tracking.sample_tokens, padding, ends)
+        texts = continue_prompts(
+            model, prompts, tracking.sample_tokens, padding_id(tokenizer), [tokenizer.eos_token_id]
+        )
     records = [
         {"prompt": str(tokenizer.decode(prompt)), "continuation": str(tokenizer.decode(text))}
         for prompt, text in zip(prompts, texts, strict=True)

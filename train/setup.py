@@ -59,9 +59,13 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     if os.environ.get("RANK", "0") == "0":
         _check_services(config)
         run_folder.claim(config, argv)
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    config = decide_dtypes(config, here or torch.device("cpu"))  # after the claim: a resume may be on another machine
+    config = decide_dtypes(config)  # after the claim: a resume may be on another machine
     accelerator = build_accelerator(config)
+    if config.recipe.reference_weight and is_sharded(accelerator):
+        raise ConfigError(
+            f"recipe.reference_weight is {config.recipe.reference_weight:g}: the original model it needs would not be "
+            "sharded; launch with ddp.yaml, or set it to 0"
+        )
     _quiet_libraries(accelerator.is_main_process)
 
     model_config = build_model_config(config)
@@ -74,7 +78,9 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
 
     resumed = latest_checkpoint(config.run.folder)
     model = build_model(config, model_config, resumed)
-    reference = build_model(config, model_config, None) if config.recipe.reference_weight and resumed else None
+    # A resumed model has moved on from its original, unless what moved is a LoRA that can be switched off.
+    moved = config.recipe.reference_weight and resumed and not config.model.lora_rank
+    reference = build_model(config, model_config, None) if moved else None
     evaluator, handle = _hang_recipe(accelerator, model, config, resumed, reference)
     optimizer = build_optimizer(model, config.optim)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
@@ -106,11 +112,6 @@ def _hang_recipe(
     reference: "PreTrainedModel | None",
 ) -> "tuple[Evaluator, Handle]":
     """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
-    if config.recipe.reference_weight and is_sharded(accelerator):
-        raise ConfigError(
-            f"recipe.reference_weight is {config.recipe.reference_weight:g}: the original model it needs would not be "
-            "sharded; launch with ddp.yaml, or set it to 0"
-        )
     drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter_rank)
     try:
         adapters_of(model)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from train.config import TRACKERS, TrackingConfig, TrainConfig
 from train.errors import ConfigError
+from train.files import read_json
 
 
 class Sink(Protocol):
@@ -168,5 +169,5 @@ def _has_api_key() -> bool:
 
 def _run_id(folder: Path) -> str:
     """The id of the training run in this folder, the same for every launch of it."""
-    run_id: str = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["run_id"]
+    run_id: str = read_json(folder / "provenance.json")["run_id"]
     return run_id

@@ -1,11 +1,11 @@
 """Metrics of a run: one JSON object a line in metrics.jsonl, samples in samples.jsonl, and the same to the trackers."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from train.config import TrainConfig
+from train.files import write_text
 from train.trackers import Sink, start_trackers
 
 
@@ -95,9 +95,7 @@ def truncate_after(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "".join(kept))
 
 
 def flatten(values: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -52,6 +52,13 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def padding_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The id that fills rows up: the padding token, else the end-of-text token, which every tokenizer here has."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    assert isinstance(found, int)
+    return found
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """A byte-level BPE of at most `vocab_size` tokens, the end-of-text token among them (id 0)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
