@@ -97,6 +97,15 @@ def test_the_last_layer_is_always_in_the_loss_unless_switched_off():
     assert 6 not in active_exits(Recipe(exits=(2, 3), include_last=False), 6, 0)
 
 
+def test_a_frozen_target_trains_its_deepest_exit_where_the_rotation_trains_none():
+    for exits in ((1,), (1, 2), None):
+        recipe = Recipe(max_dropout=0, adapter_rank=4, exits=exits, curriculum_stride=8)
+        deepest = recipe.trained_exits(6)[-1]
+        seen = [active_exits(recipe, 6, step) for step in range(8)]
+        assert all(seen)
+        assert seen[6] == (deepest,)
+
+
 # --- dropout decisions ---
 
 

@@ -4,7 +4,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,35 +13,16 @@ from tests import tiny
 from train.command import load_config
 from train.config import ModelConfig
 from train.errors import ConfigError
-from train.loop import train
 from train.lora import add_lora, merge_lora
 
 pytest.importorskip("peft")
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 LORA = ["model.architecture=null", "tokenizer.train_vocab_size=null", "model.lora_rank=4", "optim.learning_rate=1e-2"]
 LORA += ["recipe.reference_weight=0.1", "every.save=2", "optim.schedule=constant", "recipe.total_steps=4"]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = ["def", "return", "class", "value", "index", "self", "import", "raise", "yield", "lambda"]
-    lines = [json.dumps({"text": " ".join(np.random.default_rng(i).choice(words, 200))}) for i in range(40)]
-    text.write_text("\n".join(lines))
-
-    def run(*overrides: str, folder: Path | None = None) -> Path:
-        folder = folder or tmp_path_factory.mktemp("run")
-        source = ["data.standard_library=false", "data.max_documents=null", f"data.path={text}"]
-        source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=1", "optim.warmup_steps=0"]
-        assert train(load_config(TINY, [*source, f"run.output_dir={folder}", *overrides])) == 0
-        return folder
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def original(start) -> Path:
-    return start("optim.max_steps=1")
+def original(train_tiny) -> Path:
+    return train_tiny("optim.max_steps=1")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "mixtral"])
@@ -61,10 +41,10 @@ def test_merged_weights_compute_what_the_update_beside_them_does(name):
     assert not torch.allclose(tiny.architecture(name)(input_ids=ids).logits, expected, atol=1e-3)
 
 
-def test_the_checkpoint_is_merged_and_a_resume_is_exact(start, original):
+def test_the_checkpoint_is_merged_and_a_resume_is_exact(train_tiny, original):
     arguments = [*LORA, f"model.name_or_path={original}"]
-    whole = start(*arguments, "optim.max_steps=4")
-    resumed = start(*arguments, "optim.max_steps=4", folder=start(*arguments, "optim.max_steps=2"))
+    whole = train_tiny(*arguments, "optim.max_steps=4")
+    resumed = train_tiny(*arguments, "optim.max_steps=4", folder=train_tiny(*arguments, "optim.max_steps=2"))
     one, other = load_file(whole / "model.safetensors"), load_file(resumed / "model.safetensors")
     before = load_file(original / "model.safetensors")
     assert one.keys() == before.keys()
@@ -80,12 +60,12 @@ def test_the_checkpoint_is_merged_and_a_resume_is_exact(start, original):
     assert guards[-1] > guards[0]
 
 
-def test_compiled_layers_train_the_same(start, original, monkeypatch):
+def test_compiled_layers_train_the_same(train_tiny, original, monkeypatch):
     """By torch's tracer without a compiler behind it, which machines need not have."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     arguments = [*LORA[:2], f"model.name_or_path={original}", "optim.max_steps=3", "recipe.max_dropout=0.5"]
-    one = load_file(start(*arguments) / "model.safetensors")
-    other = load_file(start(*arguments, "model.compile=true") / "model.safetensors")
+    one = load_file(train_tiny(*arguments) / "model.safetensors")
+    other = load_file(train_tiny(*arguments, "model.compile=true") / "model.safetensors")
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=1e-4, rtol=1e-3)
 
