@@ -1,9 +1,10 @@
-"""Exit adapters: the draft learns, the model does not change by a bit.
+"""Exit adapters: what the draft learns beside the model, or instead of it (`Recipe.freeze_model`).
 
     exit E drafts from  head(norm(x_E + up(silu(down(rms(x_E))))))
 
-Verification still runs layers [E:L) on x_E itself, so the target is the untouched model and an adapter can only make
-drafts better or worse, never the output. Adapters start as the identity (`up` is zero).
+Verification still runs layers [E:L) on x_E itself, so an adapter can only make drafts better or worse, never the
+output. It spares the layers below it the work of speaking the head's language, which they would otherwise learn at
+the cost of the layers above. Adapters start as the identity (`up` is zero).
 
 They live beside the model's weights in a file of their own, so that the checkpoint stays an ordinary one:
 `config.json` says which exits have one ("layerskip": {"adapters": {"rank", "exits"}}).
@@ -48,10 +49,9 @@ Adapters = nn.ModuleDict  # exit layer (as text) -> ExitAdapter
 
 
 def attach_adapters(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int = 0) -> Adapters:
-    """Freeze `model` and give it a trainable adapter at each exit, as a submodule, so that optimizers and engines
-    find its parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept,
+    """Give `model` a trainable adapter at each exit, as a submodule, so that optimizers and engines find its
+    parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept,
     if they are of this rank and at these exits; otherwise all are new."""
-    model.requires_grad_(False)
     drop_other_adapters(model, exits, rank)
     if (adapters := adapters_of(model)) is None:
         adapters = _new(model, exits, rank, seed)

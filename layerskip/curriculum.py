@@ -20,7 +20,7 @@ def active_exits(recipe: Recipe, num_layers: int, step: int) -> tuple[int, ...]:
         active = gradual(candidates, step, recipe.total_steps)
     else:
         active = candidates
-    if recipe.adapter_rank is not None:  # the model is frozen: there is nothing to learn at its last layer
+    if recipe.freeze_model:  # there is nothing to learn at its last layer
         return tuple(sorted({*active} - {num_layers})) or recipe.trained_exits(num_layers)[-1:]
     last = (num_layers,) if recipe.include_last else ()
     return tuple(sorted({*active, *last}))

@@ -58,6 +58,8 @@ class Handle:
         self._head = Head(self.model)
         self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
         self.adapters: Adapters | None = None
+        if recipe.freeze_model:
+            self.model.requires_grad_(False)
         if recipe.adapter_rank is None:
             drop_other_adapters(self.model)
         else:
@@ -211,7 +213,8 @@ class Handle:
                 assert isinstance(adapter, ExitAdapter)
                 if int(exit_layer) not in self.losses:
                     idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
-        elif self.num_layers not in self.losses and hasattr(next(self.model.parameters()), "ds_id"):
+        trained = not self.recipe.freeze_model and hasattr(next(self.model.parameters()), "ds_id")
+        if trained and self.num_layers not in self.losses:
             # ZeRO-3 would step the layers above the deepest exit by the gradient they got the last time.
             idle = idle + logits.sum()
         return idle

@@ -72,5 +72,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "curriculum": "all",
         "self_distillation": 1.0,
         "adapter_rank": 128,
+        "freeze_model": True,
     },
 }

@@ -56,7 +56,8 @@ class Recipe:
     self_distillation: float = 0.0  # share of an exit's loss that is cross-entropy to the last layer's own output
     distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
     reference_weight: float = 0.0  # weight of KL(original model || last layer), which guards the model's quality
-    adapter_rank: int | None = None  # freeze the model and train only a low-rank adapter of this rank at each exit
+    adapter_rank: int | None = None  # each exit drafts through a low-rank adapter of this rank; None: none
+    freeze_model: bool = False  # train nothing but those adapters: the model itself stays bit for bit what it was
     total_steps: int | None = None  # T, optimizer steps; needed by rising, falling and gradual
     seed: int = 0  # of the dropout decisions and of the positions
 
@@ -78,10 +79,12 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is out of range: 1 or more")
-        if self.adapter_rank is not None and (self.max_dropout or self.reference_weight):
+        if self.freeze_model and self.adapter_rank is None:
+            raise ValueError("freeze_model leaves only adapters to train: give adapter_rank too, for example 128")
+        if self.freeze_model and (self.max_dropout or self.reference_weight):
             raise ValueError(
-                f"adapter_rank={self.adapter_rank} freezes the model, so there is nothing to drop or to guard: "
-                f"set max_dropout=0 (now {self.max_dropout:g}) and reference_weight=0 (now {self.reference_weight:g})"
+                "freeze_model leaves nothing to drop or to guard: set max_dropout=0 "
+                f"(now {self.max_dropout:g}) and reference_weight=0 (now {self.reference_weight:g})"
             )
 
     def _check_types(self) -> None:

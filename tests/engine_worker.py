@@ -67,7 +67,9 @@ VARIANTS = {
     ),
     # A frozen target: only an adapter at each exit trains, one of them in each step.
     "adapters": Variant(
-        layerskip.Recipe(max_dropout=0, adapter_rank=4, exits=(1, 3), curriculum="rotational", curriculum_stride=2),
+        layerskip.Recipe(
+            max_dropout=0, adapter_rank=4, freeze_model=True, exits=(1, 3), curriculum="rotational", curriculum_stride=2
+        ),
         micro_steps=2,
     ),
 }

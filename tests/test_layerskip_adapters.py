@@ -145,7 +145,26 @@ def test_a_model_that_is_trained_further_leaves_its_adapters_behind(checkpoint, 
 
 def test_a_frozen_model_has_nothing_to_drop():
     with pytest.raises(ValueError, match="max_dropout=0"):
-        Recipe(adapter_rank=8)
+        Recipe(adapter_rank=8, freeze_model=True)
+    with pytest.raises(ValueError, match="give adapter_rank"):
+        Recipe(freeze_model=True, max_dropout=0)
+
+
+def test_adapters_beside_a_model_that_trains_too():
+    """Both learn; the last layer is in the loss; dropping layers is allowed."""
+    model = tiny.llama()
+    before = copy.deepcopy(model)
+    handle = prepare(model.train(), Recipe(exits=(1,), adapter_rank=4, max_dropout=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):  # a new adapter's `up` is zero, so `down` moves from the second step on
+        handle.set_step(step)
+        model(input_ids=batch(), labels=batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.active_exits == (1, 4)
+    assert handle.adapters["1"].up.weight.any()
+    for name, parameter in before.named_parameters():
+        assert not torch.equal(parameter, model.get_parameter(name)), name
 
 
 def test_a_resumed_training_goes_on_with_the_adapters_of_its_checkpoint(checkpoint):

@@ -99,7 +99,7 @@ def test_the_last_layer_is_always_in_the_loss_unless_switched_off():
 
 def test_a_frozen_target_trains_its_deepest_exit_where_the_rotation_trains_none():
     for exits in ((1,), (1, 2), None):
-        recipe = Recipe(max_dropout=0, adapter_rank=4, exits=exits, curriculum_stride=8)
+        recipe = Recipe(max_dropout=0, adapter_rank=4, freeze_model=True, exits=exits, curriculum_stride=8)
         deepest = recipe.trained_exits(6)[-1]
         seen = [active_exits(recipe, 6, step) for step in range(8)]
         assert all(seen)
@@ -146,7 +146,7 @@ def test_presets_fit_models_of_every_depth(name):
         recipe.check(num_layers)
         exits = {e for step in range(100) for e in active_exits(recipe, num_layers, step)}
         assert exits <= set(range(1, num_layers + 1))
-        assert (num_layers in exits) == (recipe.adapter_rank is None)
+        assert (num_layers in exits) == (not recipe.freeze_model)
         assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 

@@ -123,7 +123,7 @@ def test_the_checkpoint_is_an_ordinary_one(results, engine, variant):
         logits = [model(batches(99)).logits for model in models]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     untrained = tiny.llama(num_layers=NUM_LAYERS, **VARIANTS[variant].model)
-    frozen = VARIANTS[variant].recipe.adapter_rank is not None
+    frozen = VARIANTS[variant].recipe.freeze_model
     assert torch.equal(untrained(batches(99)).logits, logits[1]) == frozen
     # What was measured under the engine, exits and all, is what the checkpoint does.
     measured = {exit_layer: m.loss for exit_layer, m in measure_exits(models[1], [batches(99)]).items()}
