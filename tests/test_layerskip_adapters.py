@@ -154,7 +154,7 @@ def test_adapters_beside_a_model_that_trains_too():
     """Both learn; the last layer is in the loss; dropping layers is allowed."""
     model = tiny.llama()
     before = copy.deepcopy(model)
-    handle = prepare(model.train(), Recipe(exits=(1,), adapter_rank=4, max_dropout=0.1))
+    handle = prepare(model.train(), Recipe(exits=(1,), adapter_rank=4, exit_weights="uniform", curriculum="all"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):  # a new adapter's `up` is zero, so `down` moves from the second step on
         handle.set_step(step)
