@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("infer.generate", "continue one prompt, streamed as it is committed"),
     "chat": ("infer.chat", "talk to a model; the cache is kept between turns"),
     "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
+    "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),
     "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),
 }
 
