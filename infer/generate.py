@@ -3,9 +3,11 @@
 import argparse
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from infer.errors import InputError
+from infer.grammar import UNFINISHED, add_grammar_flags, compile_grammar, read_definition
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
 from infer.source import local_folder
 from infer.terminal import Terminal
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue (default: standard input)")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; its last newline is dropped")
     add_decoding_flags(parser)
+    add_grammar_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--color", action="store_true", help="show which text was drafted and which is the model's own")
     group.add_argument("--verbose", action="store_true", help="also say where the time went and acceptance by position")
@@ -28,8 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, decode; returns the exit code."""
     options = DecodingOptions.read(arguments)
     local_folder(arguments.model)
+    definition = read_definition(arguments)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
-    return generate(ModelOptions.read(arguments), options, prompt, Terminal(arguments.color), arguments.verbose)
+    terminal = Terminal(arguments.color)
+    return generate(ModelOptions.read(arguments), options, prompt, terminal, arguments.verbose, definition)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -57,8 +62,18 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     return prompt
 
 
-def generate(model: ModelOptions, options: DecodingOptions, prompt: str, terminal: Terminal, verbose: bool) -> int:
+def generate(
+    model: ModelOptions,
+    options: DecodingOptions,
+    prompt: str,
+    terminal: Terminal,
+    verbose: bool,
+    definition: str | None = None,
+) -> int:
     """Load the model, stream the continuation of `prompt`, and say how it went; returns the exit code.
+
+    Args:
+        definition: of the grammar whose texts alone may be written; None is free text.
 
     Raises:
         InputError: if the model or the prompt cannot be used.
@@ -79,14 +94,22 @@ def generate(model: ModelOptions, options: DecodingOptions, prompt: str, termina
         torch.manual_seed(options.seed)
     if terminal.color:
         terminal.legend()
-    splitter, tally = Splitter(loaded), Tally()
-    with closing(stream(loaded, loaded.tokenizer(prompt)["input_ids"], setting, options)) as pieces:
+    input_ids = loaded.tokenizer(prompt)["input_ids"]
+    grammar = compile_grammar(definition, loaded) if definition is not None else None
+    if grammar is not None:
+        options = replace(options, grammar=grammar.processor(len(input_ids)))
+    splitter, tally, output = Splitter(loaded), Tally(), []
+    with closing(stream(loaded, input_ids, setting, options)) as pieces:
         for piece in pieces:
             tally.add(piece)
+            output += piece.step.tokens[0].tolist() if piece.step else []
             for span in splitter.split(piece):
                 terminal.write(span.text, span.drafted)
     terminal.end_line()
     terminal.note(tally.line())
     if verbose:
         terminal.note(tally.details())
+    if grammar is not None and not grammar.accepts(output):
+        terminal.note(UNFINISHED)
+        return 1
     return 0

@@ -2,9 +2,12 @@
 
 import argparse
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from infer.errors import InputError
+
+if TYPE_CHECKING:
+    from layerskip.grammar import GrammarProcessor
 
 Tuned = Literal["tuned"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,6 +40,7 @@ class DecodingOptions:
     top_k: int | None = None  # tokens kept; None: all
     seed: int | None = None  # of the sampling; None: another one each time
     stop: tuple[str, ...] = ()  # strings that end the output
+    grammar: "GrammarProcessor | None" = None  # what the output must be, made for the prompt at hand
 
     def __post_init__(self) -> None:
         given = {"--top-p": self.top_p, "--top-k": self.top_k}
@@ -59,6 +63,9 @@ class DecodingOptions:
             arguments |= {"temperature": self.temperature, "top_p": top_p, "top_k": self.top_k or 0}
         if self.stop:
             arguments["stop_strings"] = list(self.stop)
+        if self.grammar is not None:
+            arguments["logits_processor"] = [self.grammar]
+            arguments["eos_token_id"] = list(self.grammar.grammar.eos_token_ids)
         return arguments
 
 

@@ -1,0 +1,72 @@
+"""Flags for structured output, checked before the model is loaded. Nothing here imports torch before it is."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infer.errors import InputError
+
+if TYPE_CHECKING:
+    from infer.loading import Loaded
+    from layerskip.grammar import Grammar
+
+UNFINISHED = "note: the output ended before it was complete: raise --max-new-tokens"
+
+
+def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """--json-schema, --regex, --lark: at most one of them."""
+    group = parser.add_argument_group("structured output", "exact under speculation; exit code 1 if it was cut short")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--json-schema", metavar="FILE_OR_JSON", help="write one line of JSON that the schema admits")
+    add("--regex", metavar="PATTERN", help="write a text that all of PATTERN matches (Rust's syntax)")
+    add("--lark", metavar="FILE", help="write a text that the start rule of a Lark grammar derives")
+
+
+def read_definition(arguments: argparse.Namespace) -> str | None:
+    """The definition that the flags of `add_grammar_flags` ask for, None if they ask for none.
+
+    Raises:
+        InputError: with the fault and its place.
+    """
+    if arguments.json_schema is None and arguments.regex is None and arguments.lark is None:
+        return None
+    from layerskip.grammar_definition import define_json_schema, define_lark, define_regex
+
+    try:
+        if arguments.json_schema is not None:
+            inline = arguments.json_schema.lstrip().startswith("{")
+            return define_json_schema(
+                arguments.json_schema if inline else _read("--json-schema", arguments.json_schema)
+            )
+        if arguments.regex is not None:
+            return define_regex(arguments.regex)
+        return define_lark(_read("--lark", arguments.lark))
+    except InputError:
+        raise
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from None
+
+
+def compile_grammar(definition: str, loaded: "Loaded") -> "Grammar":
+    """The grammar in the tokens of a model; what ends the model's outputs may end this one.
+
+    Raises:
+        InputError: if it cannot be written with this tokenizer.
+    """
+    from layerskip.grammar import Grammar
+
+    ends = loaded.model.generation_config.eos_token_id
+    known = [end for end in (ends if isinstance(ends, list) else [ends]) if end in range(len(loaded.tokenizer))]
+    try:
+        return Grammar(definition, loaded.tokenizer, known or None)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _read(flag: str, file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {flag} {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{flag} {file} is not UTF-8 text (byte {error.start}): convert it") from None
