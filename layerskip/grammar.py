@@ -117,8 +117,8 @@ class GrammarProcessor(LogitsProcessor):
         self.prompt_length = prompt_length
         self._states = ParserStates(grammar._start)
         self._masks: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self._only_end = torch.zeros(grammar._tokenizer.vocab_size, dtype=torch.uint8)
-        self._only_end[list(grammar.eos_token_ids)] = 1
+        self._only_end = torch.zeros(grammar._tokenizer.vocab_size, dtype=torch.bool)
+        self._only_end[list(grammar.eos_token_ids)] = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mask scores (batch, vocab) of what follows input_ids (batch, length), prompt included.
@@ -135,12 +135,12 @@ class GrammarProcessor(LogitsProcessor):
         outputs = input_ids[:, self.prompt_length :].tolist()
         allowed = torch.stack([self._mask(output) for output in outputs])  # (batch, the tokenizer's vocab)
         vocab = scores.shape[-1]
-        allowed = F.pad(allowed, (0, vocab - allowed.shape[1]))  # cuts, if that is negative
-        if not allowed.any(dim=1).all():
+        if vocab < allowed.shape[1] and not allowed[:, :vocab].any(dim=1).all():
             raise ValueError(
                 f"the model has {vocab} logits, but the grammar needs a token of the tokenizer beyond them"
             )
-        return scores.masked_fill(allowed.to(scores.device) == 0, -torch.inf)
+        allowed = F.pad(allowed, (0, vocab - allowed.shape[1])).to(scores.device)  # cuts, if that is negative
+        return torch.where(allowed, scores, -torch.inf)
 
     def forced(self, prefix_row: Sequence[int], limit: int) -> list[int]:
         """The tokens that must follow, each the only one the mask allows at its position: free draft tokens.
@@ -158,7 +158,7 @@ class GrammarProcessor(LogitsProcessor):
             mask = self._mask(output)
             if int(mask.count_nonzero()) != 1:
                 break
-            tokens.append(int(mask.argmax()))
+            tokens.append(int(mask.nonzero()))
             output.append(tokens[-1])
         return tokens
 
@@ -166,7 +166,7 @@ class GrammarProcessor(LogitsProcessor):
         return not set(self.grammar.eos_token_ids).isdisjoint(output)
 
     def _mask(self, output: list[int]) -> Tensor:
-        """(the tokenizer's vocab,) uint8 on the CPU: 0 where a token cannot follow `output`."""
+        """(the tokenizer's vocab,) bool on the CPU: which tokens can follow `output`."""
         key = tuple(output)
         if key in self._masks:
             self._masks.move_to_end(key)
@@ -181,7 +181,7 @@ class GrammarProcessor(LogitsProcessor):
         matcher = self._states.after(output)
         if matcher is None:
             return self._only_end
-        mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        mask = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8).bool()
         if matcher.is_error():
             self._states.forget()  # it stays in error, whatever is rolled back
             so_far = self.grammar._tokenizer.decode_str(output)

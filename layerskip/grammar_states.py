@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _MAX_STATES = 64  # one for each row of a large batch
-_MAX_UNDO = 32  # tokens rolled back in place; a prefix that parts earlier (another row) gets a state of its own
+_MAX_UNDO = 16  # tokens rolled back in place; a prefix that parts earlier (another row) gets a state of its own
 
 
 class ParserStates:
