@@ -10,8 +10,10 @@ import weakref
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from layerskip.block import Sight
 
 
 class UnsupportedModelError(ValueError):
@@ -27,12 +29,16 @@ class Anatomy:
         num_layers: L.
         cache_argument: name of `forward`'s cache argument (`cache` since transformers 5.24).
         keeps_logits: whether `forward` takes `logits_to_keep`.
+        takes_positions: whether `forward` takes `position_ids`.
+        sights: how far each layer looks back.
     """
 
     layers_path: tuple[str, ...]
     num_layers: int
     cache_argument: str
     keeps_logits: bool
+    takes_positions: bool
+    sights: tuple[Sight, ...]
 
 
 _anatomies: weakref.WeakKeyDictionary[nn.Module, Anatomy] = weakref.WeakKeyDictionary()
@@ -53,6 +59,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
             num_layers=count,
             cache_argument="cache" if "cache" in parameters else "past_key_values",
             keeps_logits="logits_to_keep" in parameters,
+            takes_positions="position_ids" in parameters,
+            sights=_sights(model.config.get_text_config(decoder=True), count),
         )
     return _anatomies[model]
 
@@ -144,6 +152,16 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
                 f"{name} has a layer whose state is a {type(layer).__name__}: only attention's keys and "
                 "values can be rolled back"
             )
+
+
+def _sights(config: PreTrainedConfig, count: int) -> tuple[Sight, ...]:
+    """As transformers' `create_masks_for_generate` reads a config: by layer type, else one for all layers."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    by_type = {"sliding_attention": Sight(window=window), "chunked_attention": Sight(chunk=chunk)}
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return tuple(by_type.get(layer_type, Sight()) for layer_type in types)
+    return (Sight(window=window) if window is not None else Sight(chunk=chunk),) * count
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], int]:

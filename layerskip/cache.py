@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from layerskip.block import Block
+
 
 class RollbackLayer(DynamicLayer):
     """Keys and values of one layer in a preallocated buffer that doubles when it is full.
@@ -69,6 +71,23 @@ class RollbackLayer(DynamicLayer):
         self._values[:, :, start:stop] = value_states
         self.length = stop
         return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def write(self, key_states: Tensor, value_states: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Put (batch, kv_heads, n, head_dim) states into the block's slots; return views of all slots it reads."""
+        if not self.is_initialized:
+            self.capacity = max(self.capacity, block.end)
+            self.lazy_initialization(key_states, value_states)
+        elif block.end > self.capacity:
+            self._grow(block.end)
+        self._keys[block.rows, :, block.slots] = key_states.transpose(1, 2)  # (batch, n, kv_heads, head_dim)
+        self._values[block.rows, :, block.slots] = value_states.transpose(1, 2)
+        self.length = block.end
+        return self._keys[:, :, : block.end], self._values[:, :, : block.end]
+
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` (rows, n) of the rows (rows, 1) to `targets` (rows, n); the two may overlap."""
+        self._keys[rows, :, targets] = self._keys[rows, :, sources]
+        self._values[rows, :, targets] = self._values[rows, :, sources]
 
     def rollback(self, length: int) -> None:
         """Forget every position from `length` on; O(1).
@@ -126,6 +145,16 @@ class _FullLayersCache(Cache):
 
     is_linear = is_dummy = is_sliding
 
+    block: Block | None = None  # of the pass that runs, where tokens do not just follow the last position
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if self.block is None:
+            return layer.update(key_states, value_states)
+        return layer.write(key_states, value_states, self.block)
+
 
 class RollbackCache(_FullLayersCache):
     """The cache of a whole model: one `RollbackLayer` a decoder layer, shared by the views of its stages.
@@ -161,9 +190,20 @@ class RollbackCache(_FullLayersCache):
         for layer in self.layers:
             layer.rollback(length)
 
-    def stage(self, start: int, stop: int) -> StageCache:
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows (n,) of the batch, and forget the others."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows)
+
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` (n, m) of the rows (n,) to `targets` (n, m) in all layers."""
+        for layer in self.layers:
+            layer.move(rows[:, None], sources, targets)
+
+    def stage(self, start: int, stop: int, block: Block | None = None) -> StageCache:
         """What layers [start:stop) see of this cache."""
-        return StageCache(self.layers, start, stop)
+        return StageCache(self.layers, start, stop, block)
 
 
 class StageCache(_FullLayersCache):
@@ -171,14 +211,18 @@ class StageCache(_FullLayersCache):
     transformers asks of "the first layer" (how long is the cache, how wide is the mask) are answered by
     this stage's first layer, since the other stage may hold a different number of positions."""
 
-    def __init__(self, layers: list[RollbackLayer], start: int, stop: int) -> None:
+    def __init__(self, layers: list[RollbackLayer], start: int, stop: int, block: Block | None = None) -> None:
         super().__init__(layers=layers)
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.block = start, stop, block
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.block is not None:  # what makes the widths that models compute from it come out as the block's
+            return self.block.end - self.block.length
         return self.layers[self._own(layer_idx)].get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if self.block is not None:
+            return self.block.end, 0
         return self.layers[self._own(layer_idx)].get_mask_sizes(query_length)
 
     def _own(self, layer_idx: int) -> int:
@@ -187,6 +231,7 @@ class StageCache(_FullLayersCache):
 
 def _buffer_like(states: Tensor, capacity: int) -> Tensor:
     batch, heads, _, width = states.shape
-    # An ordinary tensor wherever it is made, so that the cache can be written outside inference mode too.
+    # An ordinary tensor wherever it is made, so that the cache can be written outside inference mode too. Zeros: what
+    # attention is masked from must still be finite, and short rows have slots that are never written.
     with torch.inference_mode(False):
-        return torch.empty(batch, heads, capacity, width, dtype=states.dtype, device=states.device)
+        return torch.zeros(batch, heads, capacity, width, dtype=states.dtype, device=states.device)

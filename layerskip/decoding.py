@@ -1,45 +1,50 @@
-"""The loop: draft, verify, accept, roll back. A generator of typed steps over token ids; no text here.
+"""The loop: draft, verify, accept, commit. A generator of typed steps over token ids; no text here.
 
 Inference mode saves a tenth of the time of small models over no_grad; what is handed out are ordinary tensors.
 
-Between two steps every layer of the cache holds the same number of positions, the committed tokens but
-the last. That last one, the root, is where the next draft starts. A prompt therefore is prefilled up to
-its last token, and the first round is like every other.
+Between two rounds every layer of the cache holds, of each row, the committed tokens but the last. That last one, the
+root, is where the next draft starts. A prompt therefore is prefilled up to its last token, and the first round is like
+every other. A row that is finished leaves the batch at once, and costs nothing from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.acceptance import accept_greedy, accept_sampled
+from layerskip.acceptance import Walk
 from layerskip.cache import RollbackCache
-from layerskip.drafting import Draft, draft_chain, draft_nothing
-from layerskip.sampling import Sampler
+from layerskip.drafters import Drafter
+from layerskip.rows import Rows
+from layerskip.sampling import Policy, Sampler
 from layerskip.stages import Stages
+from layerskip.tree import Draft
 
-# (committed (batch, length), new (batch, n)) -> (how many of the new tokens stay, whether decoding ends there)
+# (committed (1, length), new (1, n)) of a row -> (how many of the new tokens stay, whether the row ends there)
 Stop = Callable[[Tensor, Tensor], tuple[int, bool]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one draft-then-verify round commits.
+    """What one draft-then-verify round commits to one row.
 
     Attributes:
-        tokens: (batch, n) committed token ids, 1 <= n <= num_drafted + 1; fewer than num_accepted + 1 only
-            where a stop cut them.
+        tokens: (1, n) committed token ids, 1 <= n <= num_accepted + 1; fewer than num_accepted + 1 only where a stop
+            cut them.
         num_drafted: tokens proposed.
         num_accepted: proposed tokens that the rule accepted.
-        draft_seconds: host time of layers [0:E), their head and their sampling.
+        draft_seconds: host time of layers [0:E), their head and their sampling. Rows share a round's time evenly.
         verify_seconds: host time of layers [E:L) and the head.
         rollback_seconds: host time of the rule, the stops and the rollback.
-        logits: (batch, n, vocab) the target's logits at the committed positions, if asked for.
-        scores: (batch, n, vocab) float32, the same after the logits processors, if asked for.
+        logits: (1, n, vocab) the target's logits at the committed positions, if asked for.
+        scores: (1, n, vocab) float32, the same after the logits processors, if asked for.
+        row: which row of the batch.
+        num_levels: most proposed tokens that could have been accepted: the depth of the tree.
     """
 
     tokens: Tensor
@@ -50,22 +55,25 @@ class Step:
     rollback_seconds: float
     logits: Tensor | None = None
     scores: Tensor | None = None
+    row: int = 0
+    num_levels: int = 0
 
 
 @torch.inference_mode()
 def decode(
     stages: Stages,
-    input_ids: Tensor,
-    sampler: Sampler,
-    stop: Stop,
+    prompts: Tensor | Sequence[Tensor],
+    samplers: Sampler | Sequence[Sampler],
+    stops: Stop | Sequence[Stop],
     *,
-    num_draft_tokens: int,
+    drafter: Drafter,
     max_length: int,
     cache: RollbackCache,
-    context_ids: Tensor | None = None,
+    contexts: Sequence[Tensor] | None = None,
     keep_scores: bool = False,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Step]:
-    """Decode until `stop` ends it or `max_length` is reached.
+    """Decode every row until its stop ends it or `max_length` is reached; one step for each row a round.
 
     The output is the whole model's: the same tokens when greedy, the same distribution when sampling. The
     generator may be abandoned at any step; the cache is then left consistent, holding all committed tokens
@@ -73,72 +81,130 @@ def decode(
 
     Args:
         stages: the cut model; without an exit layer this is plain autoregressive decoding.
-        input_ids: (1, length) prompt, at least one token, no padding.
-        sampler: how tokens are chosen, from draft and target alike.
-        stop: where committed tokens are cut and whether decoding ends.
-        num_draft_tokens: most tokens to draft a round.
-        max_length: most tokens in all, prompt (`context_ids` where given) included.
-        cache: empty, or holding the first positions of `input_ids`.
-        context_ids: (1, longer) what logits processors and stops are shown as the prompt, where it is not
-            `input_ids` itself (padding).
+        prompts: (B, length), or (length,) of each row: at least one token, no padding.
+        samplers: how tokens are chosen, from draft and target alike: of all rows, or of each.
+        stops: where committed tokens are cut and whether a row ends: for all rows, or for each.
+        drafter: what proposes.
+        max_length: most tokens of a row in all, prompt (`contexts` where given) included.
+        cache: empty, or for a single row holding the first positions of its prompt.
+        contexts: (width,) of each row what logits processors and stops are shown as the prompt, where it is not
+            the prompt itself (padding).
         keep_scores: keep logits and scores in the steps.
+        prefill_chunk: tokens of the prompt that are read at once; None: all.
     """
-    committed = input_ids if context_ids is None else context_ids  # what processors and stops see
-    root = input_ids[:, -1:]
-    in_cache = input_ids.shape[1] - 1
+    policy = Policy(samplers)
+    rows = Rows(list(prompts), list(prompts if contexts is None else contexts), max_length)
     try:
-        if cache.length < in_cache:
-            stages.prefill(input_ids[:, cache.length : -1], cache)
-        finished = False
-        while not finished:
-            room = max_length - committed.shape[1]
+        _prefill(stages, rows, cache, prefill_chunk)
+        drafter.start(rows)
+        while True:
+            rooms = [max_length - rows.committed(row).shape[1] for row in range(len(rows))]
             t0 = perf_counter()
-            draft = _draft(stages, cache, root, committed, sampler, min(num_draft_tokens, room - 1))
+            draft = drafter.draft(stages, cache, rows, policy, rooms)
             t1 = perf_counter()
-            logits = stages.verify(torch.cat([root, draft.tokens], dim=1), draft.hidden, cache)
+            logits = stages.verify(torch.cat([rows.roots, draft.tokens], dim=1), draft.hidden, cache, draft.block)
             t2 = perf_counter()
-            scores = sampler.scores(logits, committed, draft.tokens)  # (1, N+1, vocab)
-            num_accepted, next_token = _accept(draft, scores, sampler)
-            new = torch.cat([draft.tokens[:, :num_accepted], next_token], dim=1)
-            kept, finished = stop(committed, new)
-            finished = finished or kept >= room
-            new = new[:, :kept]
-            committed = torch.cat([committed, new], dim=1)
-            root, in_cache = new[:, -1:], in_cache + kept
-            cache.rollback(in_cache)
-            yield Step(
-                _outside(new),
-                draft.tokens.shape[1],
-                num_accepted,
-                draft_seconds=t1 - t0,
-                verify_seconds=t2 - t1,
-                rollback_seconds=perf_counter() - t2,
-                logits=_outside(logits[:, :kept]) if keep_scores else None,
-                scores=_outside(scores[:, :kept]) if keep_scores else None,
-            )
+            scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
+            walk, following = policy.accept(draft, scores, rows)
+            kept, ended = _commit(rows, draft, walk, following, stops, rooms)
+            _compact(cache, rows, draft, walk)
+            drafter.observe(rows, kept)
+            seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
+            steps = _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None)
+            going = [row for row in range(len(rows)) if not ended[row]]
+            policy.forget(rows)
+            if going and len(going) < len(rows):
+                cache.select(torch.tensor(going, device=rows.device))
+                rows.keep(going)
+                cache.rollback(max(rows.in_cache))
+            yield from steps
+            if not going:
+                return
     finally:
-        cache.rollback(in_cache)
+        cache.rollback(max(rows.in_cache))
+
+
+def _prefill(stages: Stages, rows: Rows, cache: RollbackCache, chunk: int | None) -> None:
+    """Read all prompts up to their last tokens. Short rows are filled up on the right: what is written there is
+    behind the row's end, where nothing looks until it is written anew."""
+    prompts = [prompt[:-1] for prompt in rows.prompts]
+    token_ids = prompts[0][None] if len(prompts) == 1 else pad_sequence(prompts, batch_first=True)  # (B, longest)
+    start, length = cache.length, token_ids.shape[1]
+    for first in range(start, length, chunk or max(length, 1)):
+        stages.prefill(token_ids[:, first : min(first + (chunk or length), length)], cache)
+
+
+def _commit(
+    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Stop | Sequence[Stop], rooms: Sequence[int]
+) -> tuple[list[Tensor], list[bool]]:
+    """Commit to every row what was accepted and the token after it, cut by the stop; the (1, n) tokens of each row,
+    and whether it ended."""
+    kept, ended = [], []
+    for row, accepted in enumerate(walk.num_accepted.tolist()):
+        nodes = walk.path[row : row + 1, :accepted] - 1  # (1, accepted)
+        tokens = draft.tokens[row : row + 1]
+        new = torch.cat([tokens.gather(1, nodes), following[row].view(1, 1)], dim=1)[:, : rooms[row]]
+        stop = stops if callable(stops) else stops[rows.index[row]]
+        count, finished = stop(rows.committed(row), new)
+        new = new[:, :count]
+        ended.append(finished or count >= rooms[row])
+        rows.append(row, new)
+        kept.append(new)
+    rows.settle()
+    return kept, ended
+
+
+def _compact(cache: RollbackCache, rows: Rows, draft: Draft, walk: Walk) -> None:
+    """Bring what was accepted together behind each row's end, and forget the rest."""
+    if draft.block is not None and walk.path.shape[1]:
+        slots = walk.path if draft.slots is None else draft.slots.gather(1, walk.path)  # (B, D)
+        first = draft.block.slots[:, :1]  # (B, 1): where the roots stand
+        places = torch.arange(1, slots.shape[1] + 1, device=slots.device).expand_as(slots)
+        accepted = places <= walk.num_accepted[:, None]  # beyond, a slot is copied to itself
+        if bool((accepted & (slots != places)).any()):
+            sources = torch.where(accepted, slots, places)
+            cache.move(torch.arange(len(slots), device=slots.device), first + sources, first + places)
+    cache.rollback(max(rows.in_cache))
+
+
+def _steps(
+    rows: Rows,
+    draft: Draft,
+    walk: Walk,
+    kept: Sequence[Tensor],
+    seconds: tuple[float, float, float],
+    outputs: tuple[Tensor, Tensor] | None,
+) -> list[Step]:
+    """The round's record, one step for each row."""
+    if draft.block is None:
+        drafted = levels = [draft.tokens.shape[1]] * len(rows)
+    else:
+        drafted = draft.valid.sum(1).tolist()
+        levels = (draft.depths[:, 1:] * draft.valid).max(1).values.tolist() if draft.tokens.shape[1] else drafted
+    steps = []
+    for row, accepted in enumerate(walk.num_accepted.tolist()):
+        kept_outputs: list[Tensor | None] = [None, None]
+        if outputs is not None:
+            nodes = torch.cat([walk.path.new_zeros(1), walk.path[row, :accepted]])[: kept[row].shape[1]]
+            kept_outputs = [_outside(output[row : row + 1, nodes]) for output in outputs]
+        steps.append(
+            Step(
+                tokens=_outside(kept[row]),
+                num_drafted=drafted[row],
+                num_accepted=accepted,
+                draft_seconds=seconds[0] / len(rows),
+                verify_seconds=seconds[1] / len(rows),
+                rollback_seconds=seconds[2] / len(rows),
+                logits=kept_outputs[0],
+                scores=kept_outputs[1],
+                row=rows.index[row],
+                num_levels=levels[row],
+            )
+        )
+    return steps
 
 
 def _outside(tensor: Tensor) -> Tensor:
     """An ordinary copy: tensors made in inference mode cannot take part in training later."""
     with torch.inference_mode(False):
         return tensor.clone()
-
-
-def _draft(stages: Stages, cache: RollbackCache, root: Tensor, committed: Tensor, sampler: Sampler, n: int) -> Draft:
-    if stages.exit_layer is None:
-        return draft_nothing(root)
-    return draft_chain(stages, cache, root, committed, sampler, n)
-
-
-def _accept(draft: Draft, scores: Tensor, sampler: Sampler) -> tuple[int, Tensor]:
-    """Apply the rule; return how many drafted tokens stay and the token (1, 1) that follows them."""
-    if not sampler.do_sample:
-        num_accepted, next_token = accept_greedy(draft.tokens, scores.argmax(dim=-1))
-        return int(num_accepted), next_token
-    batch, n = draft.tokens.shape
-    p = sampler.probabilities(scores)
-    q = draft.probabilities if draft.probabilities is not None else p[:, :0]
-    verdict = accept_sampled(draft.tokens, q, p, sampler.uniforms(batch, n, p.device))
-    return int(verdict.num_accepted), sampler.draw(verdict.next_probabilities)

@@ -205,11 +205,11 @@ class _StageClock:
 
     def draft(self, with_logits: bool) -> float:
         token = _tokens(self.stages, 1)
-        return self._time(lambda: self.stages.draft(token, self.cache, with_logits))
+        return self._time(lambda: self.stages.draft(token, self.cache, int(with_logits)))
 
     def verify(self, width: int) -> float:
         tokens = _tokens(self.stages, width)
-        _, hidden = self.stages.draft(tokens, self.cache, with_logits=False)
+        _, hidden = self.stages.draft(tokens, self.cache)
         self.cache.rollback(self.context)
         return self._time(lambda: self.stages.verify(tokens, hidden, self.cache))
 

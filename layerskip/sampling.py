@@ -6,12 +6,21 @@ penalty at the third drafted token sees the first two. Distributions are float32
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
+
+from layerskip.acceptance import Walk
+from layerskip.rows import Rows
+from layerskip.rules import BlockVerification, Coupled, Greedy, Places, Proposal, Rejection, Rule
+from layerskip.tree import Draft, Growth
+
+ACCEPTANCES = ("rejection", "block", "coupled")
 
 # Processors that never look at the prefix: all positions may pass through them in one call. Compared by exact
 # type, since a subclass may look.
@@ -47,20 +56,24 @@ _STATEFUL = {
 
 @dataclass(frozen=True)
 class Sampler:
-    """How one token is chosen from logits; the same object serves draft and target.
+    """How the tokens of a row are chosen from logits; the same object serves draft and target.
 
     Attributes:
         processors: transformers' logits processors in the order `generate` gives them.
         do_sample: draw from the distribution; otherwise take its most probable token.
-        generator: source of randomness; None is torch's global one.
+        generator: source of randomness of "rejection" and "block"; None is torch's global one.
+        acceptance: rule of sampling: "rejection", "block" or "coupled".
+        seeds: of each row of the batch, for "coupled".
 
     Raises:
-        ValueError: if a processor keeps a state that cannot be rolled back.
+        ValueError: if a processor keeps a state that cannot be rolled back, or the rule is unknown.
     """
 
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     do_sample: bool = False
     generator: torch.Generator | None = None
+    acceptance: str = "rejection"
+    seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for processor in self.processors:
@@ -69,55 +82,153 @@ class Sampler:
                     f"{type(processor).__name__} keeps a state that speculation cannot roll back: "
                     "decode with exit_layer=None, or leave it out"
                 )
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(f"acceptance={self.acceptance!r} is unknown: choose one of {', '.join(ACCEPTANCES)}")
+        if self.do_sample and self.acceptance == "coupled" and self.seeds is None:
+            raise ValueError("acceptance='coupled' needs a seed")
 
-    @property
+    @cached_property
+    def rule(self) -> Rule:
+        if not self.do_sample:
+            return Greedy()
+        if self.acceptance == "coupled":
+            assert self.seeds is not None
+            return Coupled(self.seeds)
+        return (BlockVerification if self.acceptance == "block" else Rejection)(self.generator)
+
+    @cached_property
     def reads_prefix(self) -> bool:
         """Whether any processor needs to know the tokens before a position."""
         return any(type(processor) not in _PREFIX_FREE for processor in self.processors)
 
-    def scores(self, logits: Tensor, prefix: Tensor, tokens: Tensor) -> Tensor:
-        """Process the logits of consecutive positions.
+    def process(self, logits: Tensor, prefixes: Callable[[int], Tensor]) -> Tensor:
+        """Process (..., n, vocab) logits of one row after another: float32 scores, whose softmax is the distribution.
 
         Args:
-            logits: (batch, n, vocab), position i predicts what follows prefix + tokens[:, :i].
-            prefix: (batch, length) token ids before the first position's prediction.
-            tokens: (batch, >= n-1) token ids between the positions.
-
-        Returns:
-            (batch, n, vocab) float32 scores; softmax of them is the distribution.
+            prefixes: for the i-th of all positions, the (1, length) token ids before what it predicts.
         """
         # A copy even if already float32: some processors write in place, and callers may keep the logits.
         scores = logits.to(torch.float32, copy=bool(self.processors))
-        batch, n, vocab = scores.shape
         if not self.processors:
             return scores
-        if not self.reads_prefix:
-            rows = prefix[:, -1:].expand(batch, n).reshape(batch * n, 1)
-            return self.processors(rows, scores.view(batch * n, vocab)).view(batch, n, vocab)
-        whole = torch.cat([prefix, tokens[:, : n - 1]], dim=1)  # (batch, length + n - 1)
-        length = prefix.shape[1]
-        columns = [self.processors(whole[:, : length + i], scores[:, i]) for i in range(n)]
-        return torch.stack(columns, dim=1)
+        flat = scores.view(-1, scores.shape[-1])
+        if self.reads_prefix:
+            flat = torch.cat([self.processors(prefixes(i), flat[i : i + 1]) for i in range(len(flat))])
+        else:
+            flat = self.processors(prefixes(0)[:, -1:].expand(len(flat), 1), flat)
+        return flat.view(scores.shape)
 
-    def probabilities(self, scores: Tensor) -> Tensor:
-        """(..., vocab) scores to float32 distributions."""
-        return scores.softmax(dim=-1)
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Pick a token from (batch, vocab) scores.
+class Policy:
+    """The samplers of all rows. Rows that share one are processed together.
 
-        Returns:
-            tokens (batch, 1), and the distribution (batch, vocab) they were drawn from, None if greedy.
+    Args:
+        samplers: one for all rows, or one for each row of the batch.
+    """
+
+    def __init__(self, samplers: Sampler | Sequence[Sampler]) -> None:
+        self.samplers = samplers
+
+    def groups(self, rows: Rows) -> list[tuple[Sampler, list[int]]]:
+        """Samplers, and which of the rows still going are theirs."""
+        if isinstance(self.samplers, Sampler):
+            return [(self.samplers, list(range(len(rows))))]
+        grouped: dict[int, tuple[Sampler, list[int]]] = {}
+        for row, index in enumerate(rows.index):
+            sampler = self.samplers[index]
+            grouped.setdefault(id(sampler), (sampler, []))[1].append(row)
+        return list(grouped.values())
+
+    def scores(self, logits: Tensor, rows: Rows, drafted: Tensor | Growth | Draft, first_node: int = 0) -> Tensor:
+        """(B, n, vocab) logits of nodes first_node .. first_node + n - 1 to float32 scores, each node with its own
+        prefix.
+
+        Args:
+            drafted: the nodes; or of a chain of a single row, its drafted tokens (1, >= first_node + n - 1).
         """
-        if not self.do_sample:
-            return scores.argmax(dim=-1, keepdim=True), None
-        probabilities = self.probabilities(scores)
-        return self.draw(probabilities), probabilities
+        n = logits.shape[1]
+        groups = self.groups(rows)
+        parts = []
+        links: list[tuple[list[list[int]], list[list[int]]]] = []  # asked for once, and only if a prefix is
+        for sampler, members in groups:
 
-    def draw(self, probabilities: Tensor) -> Tensor:
-        """One sample (batch, 1) from each (batch, vocab) distribution, which need not be normalised."""
-        return torch.multinomial(probabilities, 1, generator=self.generator)
+            def prefix(i: int, members: list[int] = members) -> Tensor:
+                row = members[i // n]
+                node = first_node + i % n
+                if isinstance(drafted, Tensor):
+                    return torch.cat([rows.committed(row), drafted[:, :node]], dim=1)
+                if not links:
+                    links.append(drafted.links())
+                below = torch.tensor([path(*links[0], row, node)], dtype=torch.long, device=rows.device)
+                return torch.cat([rows.committed(row), below], dim=1)
 
-    def uniforms(self, batch: int, n: int, device: torch.device) -> Tensor:
-        """(batch, n) independent uniforms on [0, 1)."""
-        return torch.rand(batch, n, device=device, generator=self.generator)
+            part = logits if len(groups) == 1 else logits[members]
+            parts.append(sampler.process(part, prefix))
+        return parts[0] if len(groups) == 1 else _merge(parts, groups)
+
+    def propose(self, scores: Tensor, k: int, rows: Rows, depths: Tensor, deterministic: bool = False) -> Proposal:
+        """k children of each node (B, n) at these depths. See `Rule.propose`."""
+        groups = self.groups(rows)
+        if len(groups) == 1:
+            return groups[0][0].rule.propose(scores, k, Places(rows.index, rows.lengths, depths), deterministic)
+        proposals = [
+            sampler.rule.propose(scores[m], k, _places(rows, depths, m), deterministic) for sampler, m in groups
+        ]
+        # Rows that choose by rule never look at theirs.
+        q = [
+            torch.zeros_like(scores[m]) if p.probabilities is None else p.probabilities
+            for p, (_, m) in zip(proposals, groups, strict=True)
+        ]
+        drawn = any(proposal.probabilities is not None for proposal in proposals)
+        return Proposal(
+            _merge([proposal.tokens for proposal in proposals], groups),
+            _merge([proposal.valid for proposal in proposals], groups),
+            _merge([proposal.log_weights for proposal in proposals], groups),
+            _merge(q, groups) if drawn else None,
+        )
+
+    def forget(self, rows: Rows) -> None:
+        """After a round: what was chosen for is done with."""
+        for sampler, members in self.groups(rows):
+            if isinstance(sampler.rule, Coupled):
+                sampler.rule.forget([rows.index[m] for m in members], [rows.in_cache[m] + 1 for m in members])
+
+    def accept(self, draft: Draft, scores: Tensor, rows: Rows) -> tuple[Walk, Tensor]:
+        """See `Rule.accept`: of all rows."""
+        groups = self.groups(rows)
+        if len(groups) == 1:
+            return groups[0][0].rule.accept(draft, scores, Places(rows.index, rows.lengths, draft.depths))
+        walks, following = [], []
+        for sampler, m in groups:
+            walk, token = sampler.rule.accept(draft.rows(m), scores[m], _places(rows, draft.depths, m))
+            walks.append(walk)
+            following.append(token)
+        longest = max(walk.path.shape[1] for walk in walks)
+        paths = [torch.nn.functional.pad(walk.path, (0, longest - walk.path.shape[1])) for walk in walks]
+        return (
+            Walk(
+                _merge([walk.num_accepted for walk in walks], groups),
+                _merge(paths, groups),
+                _merge([walk.last for walk in walks], groups),
+            ),
+            _merge(following, groups),
+        )
+
+
+def _places(rows: Rows, depths: Tensor, members: list[int]) -> Places:
+    return Places([rows.index[row] for row in members], rows.lengths[members], depths[members])
+
+
+def path(tokens: list[list[int]], parents: list[list[int]], row: int, node: int) -> list[int]:
+    """The drafted tokens from the root's child down to a node."""
+    found = []
+    while node:
+        found.append(tokens[row][node])
+        node = parents[row][node]
+    return found[::-1]
+
+
+def _merge(parts: Sequence[Tensor], groups: Sequence[tuple[Sampler, list[int]]]) -> Tensor:
+    """Tensors of the groups' rows to one of all rows."""
+    order = torch.tensor([row for _, members in groups for row in members], device=parts[0].device)
+    return torch.cat(list(parts))[order.argsort()]

@@ -7,28 +7,66 @@ transformers keeps and ignores. `config.json` has the same key for what belongs 
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.anatomy import check_exit_layer, num_layers
+from layerskip.tree import Shape, parse_shape
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 KEY = "layerskip"
 
 
+LOOKUPS = ("off", "only", "hybrid", "branch")
+
+
 @dataclass(frozen=True)
 class Setting:
-    """How to decode: `exit_layer` layers draft up to `num_draft_tokens` tokens a step; None is plain decoding."""
+    """How to draft.
+
+    Attributes:
+        exit_layer: E, the layers that draft; None: no early exit, which without a lookup is plain decoding.
+        num_draft_tokens: most tokens drafted a step by a chain.
+        tree: shape of the candidate trees instead of a chain: "s3_k2_d6" or widths by depth, see `tree.parse_shape`.
+        lookup: prompt lookup: "off"; "only"; "hybrid", where it finds nothing the early exit drafts; "branch", what it
+            finds becomes one branch of the exit's tree.
+        num_lookup_tokens: most tokens that a lookup drafts.
+        draft_stop: a chain ends before a token of which the exit is less sure than this; None: never.
+        draft_vocabulary: whether the exit's head is cut to the checkpoint's draft vocabulary, where it has one.
+    """
 
     exit_layer: int | None
     num_draft_tokens: int
+    tree: str | tuple[int, ...] | None = None
+    lookup: str = "off"
+    num_lookup_tokens: int = 8
+    draft_stop: float | None = None
+    draft_vocabulary: bool = True
 
     def __post_init__(self) -> None:
-        n = self.num_draft_tokens
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"num_draft_tokens must be a whole number, 0 or more, got {n!r}")
+        for name in ("num_draft_tokens", "num_lookup_tokens"):
+            n = getattr(self, name)
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ValueError(f"{name} must be a whole number, 0 or more, got {n!r}")
+        if isinstance(self.tree, list):
+            object.__setattr__(self, "tree", tuple(self.tree))
+        if self.tree is not None:
+            parse_shape(self.tree)
+        if self.lookup not in LOOKUPS:
+            raise ValueError(f"lookup={self.lookup!r} is unknown: choose one of {', '.join(LOOKUPS)}")
+        if self.draft_stop is not None and not 0 <= self.draft_stop <= 1:
+            raise ValueError(f"draft_stop={self.draft_stop!r} is no probability: 0 to 1, or leave it out")
+        if self.draft_stop is not None and self.tree is not None:
+            raise ValueError("draft_stop ends chains, and a tree is no chain: leave one of the two out")
+        if self.exit_layer is None and self.lookup in ("hybrid", "branch"):
+            raise ValueError(f"lookup={self.lookup!r} goes with an early exit: give exit_layer, or lookup='only'")
+
+    @property
+    def shape(self) -> Shape:
+        """What the early exit grows."""
+        return Shape((1,) * self.num_draft_tokens) if self.tree is None else parse_shape(self.tree)
 
 
 def carried(config: PreTrainedConfig) -> dict[str, Any]:
@@ -52,7 +90,8 @@ def tuned_setting(model: PreTrainedModel) -> Setting | None:
     if not stored:
         return None
     try:
-        setting = Setting(stored["exit_layer"], stored["num_draft_tokens"])
+        known = {field.name for field in fields(Setting)}  # a newer version may store more
+        setting = Setting(**{"exit_layer": None, **{name: stored[name] for name in known & stored.keys()}})
         if setting.exit_layer is not None:
             check_exit_layer(setting.exit_layer, num_layers(model))
     except (KeyError, TypeError, ValueError) as error:
@@ -67,32 +106,36 @@ def store_setting(model: PreTrainedModel, setting: Setting) -> None:
     """Put `setting` where `save_pretrained` writes it and `generate` finds it."""
     if setting.exit_layer is not None:
         check_exit_layer(setting.exit_layer, num_layers(model))
-    setattr(model.generation_config, KEY, asdict(setting))
+    usual = {field.name: field.default for field in fields(Setting)}
+    setattr(model.generation_config, KEY, {k: v for k, v in asdict(setting).items() if v != usual[k]})
     # A generation config marked as derived from the model's config is derived anew on loading, without the key.
     model.generation_config._from_model_config = False
 
 
-def resolve_setting(
-    model: PreTrainedModel,
-    exit_layer: int | Literal["tuned"] | None,
-    num_draft_tokens: int | Literal["tuned"],
-) -> Setting:
-    """What a call asks for, completed by what the checkpoint carries.
+def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
+    """What a call asks for, completed by what the checkpoint carries: of each field its value, or "tuned".
+
+    A length or a tree that is asked for replaces the other one of the checkpoint.
 
     Raises:
-        ValueError: if either is out of range.
+        ValueError: if one is out of range.
     """
-    tuned = tuned_setting(model) if "tuned" in (exit_layer, num_draft_tokens) else None
-    if exit_layer == "tuned":
-        if tuned is None:
-            warnings.warn(
-                "this checkpoint carries no tuned exit layer, so it is decoded plainly: "
-                f"give exit_layer=1 … {num_layers(model) - 1}, or exit_layer=None to say so",
-                stacklevel=4,
-            )
-        exit_layer = tuned.exit_layer if tuned else None
-    if num_draft_tokens == "tuned":
-        num_draft_tokens = tuned.num_draft_tokens if tuned else DEFAULT_NUM_DRAFT_TOKENS
-    if exit_layer is not None:
-        check_exit_layer(exit_layer, num_layers(model))
-    return Setting(exit_layer, num_draft_tokens)
+    asked = {name: value for name, value in given.items() if value != "tuned"}
+    tuned = tuned_setting(model) if "exit_layer" not in asked or "num_draft_tokens" not in asked else None
+    if "exit_layer" not in asked and tuned is None and asked.get("lookup", "off") != "only":
+        warnings.warn(
+            "this checkpoint carries no tuned exit layer, so it is decoded plainly: "
+            f"give exit_layer=1 … {num_layers(model) - 1}, or exit_layer=None to say so",
+            stacklevel=4,
+        )
+    base = {} if tuned is None else {field.name: getattr(tuned, field.name) for field in fields(Setting)}
+    if "num_draft_tokens" in asked or "exit_layer" in asked:
+        base.pop("tree", None)
+    if "exit_layer" in asked and asked["exit_layer"] is None:
+        base.pop("lookup", None)
+    if asked.get("tree") is not None:
+        base.pop("draft_stop", None)
+    setting = Setting(**{"exit_layer": None, "num_draft_tokens": DEFAULT_NUM_DRAFT_TOKENS, **base, **asked})
+    if setting.exit_layer is not None:
+        check_exit_layer(setting.exit_layer, num_layers(model))
+    return setting

@@ -20,8 +20,10 @@ from transformers.cache_utils import Cache
 
 from layerskip.adapters import adapter_at
 from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, unwrap
+from layerskip.block import Block, place
 from layerskip.cache import RollbackCache
-from layerskip.views import Inject, Skip, Tap, layers_return_tuples, with_layers
+from layerskip.draft_head import scatter, with_draft_head
+from layerskip.views import Here, Inject, Placed, Skip, Tap, layers_return_tuples, with_layers
 
 # Relative error allowed between the stages and the model at construction. Both run the same kernels on the
 # same shapes, so the difference is zero on every architecture tried; the slack is for nondeterministic kernels.
@@ -38,6 +40,7 @@ class Stages:
         model: a decoder-only `transformers` causal LM in eval mode (PEFT- or compile-wrapped is unwrapped).
         exit_layer: E, the number of layers that draft, 1 .. L-1; None leaves the model whole, for plain
             decoding through the same interface.
+        draft_vocabulary: (n,) ascending token ids that the exit's head is cut to; its other logits are -inf.
 
     Raises:
         UnsupportedModelError: if the model cannot be cut (encoder-decoder, recurrent state, shared KV, ...)
@@ -45,7 +48,7 @@ class Stages:
         ValueError: if `exit_layer` is out of range or the model is in training mode.
     """
 
-    def __init__(self, model: nn.Module, exit_layer: int | None) -> None:
+    def __init__(self, model: nn.Module, exit_layer: int | None, draft_vocabulary: Tensor | None = None) -> None:
         self.model = unwrap(model)
         if self.model.training:
             raise ValueError("the model is in training mode, where dropout is on: call model.eval() first")
@@ -53,11 +56,17 @@ class Stages:
         self.num_layers = self.anatomy.num_layers
         self.exit_layer = None if exit_layer is None else check_exit_layer(exit_layer, self.num_layers)
         self._no_position = torch.empty(0, dtype=torch.long, device=self.model.device)
+        # Every view has its own stand-ins: two `Stages` of one model never meet.
+        self._here = Here()
+        sights = zip(decoder_layers(self.model), self.anatomy.sights, strict=True)
+        self._layers = [Placed(layer, sight, self._here) for layer, sight in sights]
+        self._whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
+        self._draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(self.model.device)
         if self.exit_layer is not None:
             self._cut(self.exit_layer)
 
     def _cut(self, exit_layer: int) -> None:
-        layers = decoder_layers(self.model)
+        layers = self._layers
         returns_tuple = layers_return_tuples(self.model)
         self._tap = Tap(layers[exit_layer], returns_tuple)
         adapter = adapter_at(self.model, exit_layer)
@@ -65,10 +74,13 @@ class Stages:
         self._inject = Inject(layers[0], returns_tuple)
         skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
         self._early = with_layers(self.model, self.anatomy.layers_path, [*layers[:exit_layer], self._tap])
+        if self._draft_vocabulary is not None:
+            self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
+            self._early = with_draft_head(self._early, self.model, self._draft_vocabulary)
         self._late = with_layers(self.model, self.anatomy.layers_path, [self._inject, *skips, *layers[exit_layer:]])
-        if exit_layer not in _checked_exits(self.model):
+        if exit_layer not in _checks(self.model):
             self._self_check()
-            _checked_exits(self.model).add(exit_layer)
+            _checks(self.model).add(exit_layer)
 
     def new_cache(self, capacity: int = 256, limit: int | None = None) -> RollbackCache:
         return RollbackCache(self.num_layers, capacity, limit)
@@ -77,29 +89,42 @@ class Stages:
         """Run the whole model over (batch, n) tokens for their keys and values alone."""
         self._run(self.model, token_ids, cache, logits_to_keep=0)
 
-    def draft(self, token_ids: Tensor, cache: RollbackCache, with_logits: bool = True) -> tuple[Tensor | None, Tensor]:
+    def draft(
+        self, token_ids: Tensor, cache: RollbackCache, logits_to_keep: int = 0, block: Block | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """Run layers [0:E) over (batch, n) tokens.
 
+        Args:
+            logits_to_keep: of how many of the last positions the exit's logits are wanted.
+            block: where the tokens stand; None: after the cache's last position.
+
         Returns:
-            The exit's logits at the last position (batch, 1, vocab), or None if not asked for, and the hidden
-            states after layer E-1 of all n positions (batch, n, hidden_size).
+            The exit's logits (batch, logits_to_keep, vocab), or None if not asked for, and the hidden states after
+            layer E-1 of all n positions (batch, n, hidden_size).
         """
         assert self.exit_layer is not None, "a whole model does not draft"
-        view = cache.stage(0, self.exit_layer)
-        logits = self._run(self._early, token_ids, view, logits_to_keep=int(with_logits))
+        view = cache.stage(0, self.exit_layer, block)
+        logits = self._run(self._early, token_ids, view, logits_to_keep)
         hidden, self._tap.hidden = self._tap.hidden, None
         assert hidden is not None
-        return (logits[:, -1:] if with_logits else None), hidden
+        if not logits_to_keep:
+            return None, hidden
+        logits = logits[:, -logits_to_keep:]
+        if self._draft_vocabulary is not None:
+            logits = scatter(logits, self._draft_vocabulary, self._vocab_size)
+        return logits, hidden
 
-    def verify(self, token_ids: Tensor, hidden: Tensor | None, cache: RollbackCache) -> Tensor:
+    def verify(
+        self, token_ids: Tensor, hidden: Tensor | None, cache: RollbackCache, block: Block | None = None
+    ) -> Tensor:
         """Run layers [E:L) over the hidden states (batch, n, hidden_size) that `draft` gave for (batch, n)
         tokens, or the whole model where there are none; return the model's logits (batch, n, vocab)."""
+        n = token_ids.shape[1]
         if self.exit_layer is None or hidden is None:
-            return self._run(self.model, token_ids, cache, logits_to_keep=token_ids.shape[1])
+            return self._run(self._whole, token_ids, cache.stage(0, self.num_layers, block), n)
         self._inject.hidden = hidden
-        view = cache.stage(self.exit_layer, self.num_layers)
         try:
-            return self._run(self._late, token_ids, view, logits_to_keep=token_ids.shape[1])
+            return self._run(self._late, token_ids, cache.stage(self.exit_layer, self.num_layers, block), n)
         finally:
             self._inject.hidden = None
 
@@ -108,7 +133,16 @@ class Stages:
         if self.anatomy.keeps_logits:
             # 0 means "all" to transformers; an empty list of positions means none, and costs no head.
             arguments["logits_to_keep"] = logits_to_keep or self._no_position
-        return model(input_ids=token_ids, use_cache=True, return_dict=True, **arguments).logits
+        block = getattr(cache, "block", None)
+        if block is None:
+            return model(input_ids=token_ids, use_cache=True, return_dict=True, **arguments).logits
+        if self.anatomy.takes_positions:
+            arguments["position_ids"] = block.positions
+        self._here.block = block
+        try:
+            return model(input_ids=token_ids, use_cache=True, return_dict=True, **arguments).logits
+        finally:
+            self._here.block = None
 
     @torch.no_grad()
     def _self_check(self) -> None:
@@ -129,6 +163,60 @@ class Stages:
                     f"{SELF_CHECK_TOLERANCE:.0e}); decode it with plain model.generate()"
                 )
 
+    @torch.no_grad()
+    def check_blocks(self, branching: bool) -> None:
+        """Refuse a model that cannot take rows of unequal length, or (`branching`) candidate trees. Asked once.
+
+        Raises:
+            UnsupportedModelError: with the reason and the way out.
+        """
+        asked, what = ("trees", "branches") if branching else ("batches", "rows of unequal length")
+        state = _checks(self.model)
+        if asked in state:
+            return
+        attention = self.model.config._attn_implementation
+        way_out = "draft a chain (leave tree out)" if branching else "decode one sequence at a time"
+        if attention not in ("eager", "sdpa"):
+            raise UnsupportedModelError(
+                f"{attention} takes no mask of its own for {what}: load the model with attn_implementation='sdpa', "
+                f"or {way_out}"
+            )
+        error, rounding = self._block_error(branching)
+        limit = max(SELF_CHECK_TOLERANCE, 4 * rounding)
+        if not error <= limit:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not reproduce itself for {what} (relative error {error:.1e}, limit "
+                f"{limit:.0e}): {way_out}"
+            )
+        state.add(asked)
+
+    def _block_error(self, branching: bool) -> tuple[float, float]:
+        """Two rows of 5 and 3 tokens, then two more tokens for each, in a row or side by side: against one by one.
+
+        Returns the relative error, and that of decoding one row in two passes instead of one, which is rounding.
+        """
+        device, vocab_size = self.model.device, self.model.get_input_embeddings().num_embeddings
+        prompts = torch.arange(3, 13, device=device).remainder(vocab_size).view(2, 5)
+        nodes = torch.arange(20, 26, device=device).remainder(vocab_size).view(2, 3)  # a root and two tokens
+        lengths = torch.tensor([5, 3], device=device)
+        depths = torch.tensor([[0, 1, 1 if branching else 2]] * 2, device=device)
+        ancestors = torch.ones(2, 3, 3, dtype=torch.bool, device=device).tril()
+        ancestors[:, 2, 1] = not branching
+        cache = self.new_cache(8)
+        self.prefill(prompts, cache)
+        actual = self._run(self._whole, nodes, cache.stage(0, self.num_layers, place(lengths, depths, ancestors)), 3)
+        errors = []
+        for row, length in enumerate((5, 3)):
+            for node in (1, 2):
+                path = nodes[row, [0, 2] if branching and node == 2 else range(node + 1)]
+                sequence = torch.cat([prompts[row, :length], path])[None]
+                expected = self.model(input_ids=sequence, use_cache=False).logits[0, -1]
+                errors.append(_relative_error(actual[row, node], expected))
+        cache = self.new_cache(8)
+        self.prefill(sequence[:, :-1], cache)
+        stepped = self._run(self.model, sequence[:, -1:], cache, 1)[0, -1]
+        return max(errors), _relative_error(stepped, expected)
+
     def _check_positions(self, token_ids: Tensor) -> None:
         """Positions are left to the model, so it must count them as `generate` does: 0, 1, 2, ..."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
@@ -147,10 +235,10 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int]]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int | str]]] = weakref.WeakKeyDictionary()
 
 
-def _checked_exits(model: PreTrainedModel) -> set[int]:
-    """Exit layers whose stages were checked for this model as it is now (dtype, device, attention)."""
+def _checks(model: PreTrainedModel) -> set[int | str]:
+    """What was checked for this model as it is now (dtype, device, attention): exit layers, "batches", "trees"."""
     state = (model.dtype, model.device, model.config._attn_implementation)
     return _checked.setdefault(model, {}).setdefault(state, set())

@@ -41,7 +41,7 @@ class Statistics:
         self.draft_seconds += step.draft_seconds
         self.verify_seconds += step.verify_seconds
         self.rollback_seconds += step.rollback_seconds
-        _count_prefix(self.drafted_at, step.num_drafted)
+        _count_prefix(self.drafted_at, step.num_levels)
         _count_prefix(self.accepted_at, step.num_accepted)
 
     def merge(self, other: Statistics) -> None:

@@ -6,10 +6,12 @@ aligned, since models look up `config.layer_types[i]` by position, and answer fo
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 
 from layerskip.adapters import adapter_at
 from layerskip.anatomy import anatomy, check_exit_layer, decoder_layers, unwrap
+from layerskip.block import Block, Sight
 
 
 class StandIn(nn.Module):
@@ -62,6 +65,39 @@ class Inject(StandIn):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
         assert self.hidden is not None
         return self.give(self.hidden)
+
+
+@dataclass
+class Here:
+    """What all layers of a view share: the block of the pass that runs, None where the model's own masks are right."""
+
+    block: Block | None = None
+
+
+class Placed(StandIn):
+    """Runs the layer it stands for; where there is a block, with the block's attention mask instead of the model's."""
+
+    def __init__(self, layer: nn.Module, sight: Sight, here: Here) -> None:
+        super().__init__(layer)
+        self.sight, self.here = sight, here
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.__dict__["stands_for"]
+        if self.here.block is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            mask = self.here.block.mask(self.sight, hidden.dtype).to(hidden.device)
+            place = _mask_place(type(layer))  # type: ignore[arg-type]
+            if place < len(args):
+                args = (*args[:place], mask, *args[place + 1 :])
+            else:
+                kwargs["attention_mask"] = mask
+        return layer(*args, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def _mask_place(layer: type[nn.Module]) -> int:
+    """At which position the layer's forward takes its attention mask, `self` not counted."""
+    return list(inspect.signature(layer.forward).parameters).index("attention_mask") - 1
 
 
 class Spy(StandIn):

@@ -1,0 +1,154 @@
+"""Drafters: what to draft in a round, from the settings of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from layerskip.cache import RollbackCache
+from layerskip.drafting import Confident, draft_chain, draft_found, draft_nothing, draft_tree
+from layerskip.lookup import NgramIndex
+from layerskip.rows import Rows
+from layerskip.sampling import Policy
+from layerskip.settings import Setting
+from layerskip.stages import Stages
+from layerskip.tree import Draft, Shape
+
+if TYPE_CHECKING:
+    from layerskip.grammar import GrammarProcessor
+
+
+class Drafter(Protocol):
+    """What the loop asks in every round."""
+
+    def start(self, rows: Rows) -> None:
+        """The prompts are known."""
+
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+        """Propose for all rows; rooms are the tokens that each may still commit, at least 1."""
+        ...
+
+    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
+        """(1, n) tokens were committed to each row."""
+
+
+class NoDrafter:
+    """Plain decoding."""
+
+    def start(self, rows: Rows) -> None:
+        pass
+
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+        return draft_nothing(rows)
+
+    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
+        pass
+
+
+class ExitDrafter(NoDrafter):
+    """The early exit: a chain or a tree.
+
+    Args:
+        shape: of the tree.
+        confident: stops a chain before a token is drawn.
+    """
+
+    def __init__(self, shape: Shape, confident: Confident | None = None) -> None:
+        self.shape, self.confident = shape, confident
+
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+        return self._grow(stages, cache, rows, policy, self.shape.cut(max(rooms) - 1))
+
+    def _grow(
+        self,
+        stages: Stages,
+        cache: RollbackCache,
+        rows: Rows,
+        policy: Policy,
+        shape: Shape,
+        branches: Sequence[Sequence[int]] | None = None,
+    ) -> Draft:
+        if not shape.widths:
+            return draft_nothing(rows)
+        if len(rows) == 1 and shape.is_chain and branches is None:
+            return draft_chain(stages, cache, rows, policy, len(shape.widths), self.confident)
+        return draft_tree(stages, cache, rows, policy, shape, self.confident, branches)
+
+
+class LookupDrafter(ExitDrafter):
+    """Prompt lookup: what followed the last tokens where they stood before, in prompt and output.
+
+    Args:
+        num_tokens: most tokens looked up.
+        shape: what the early exit drafts where nothing is found for a row, or, with `branch`, in every round, the
+            lookup as one more branch; None: nothing.
+        branch: whether the lookup becomes a branch of the exit's tree.
+    """
+
+    def __init__(self, num_tokens: int, shape: Shape | None, branch: bool, confident: Confident | None = None) -> None:
+        super().__init__(shape or Shape(()), confident)
+        self.num_tokens, self.branch = num_tokens, branch
+        self._indexes: dict[int, NgramIndex] = {}  # by row of the batch
+
+    def start(self, rows: Rows) -> None:
+        self._indexes = {index: NgramIndex() for index in rows.index}
+        for index, prompt in zip(rows.index, rows.prompts, strict=True):
+            self._indexes[index].extend(prompt.tolist())
+
+    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
+        for index, new in zip(rows.index, kept, strict=True):
+            self._indexes[index].extend(new[0].tolist())
+
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+        found = [
+            self._indexes[index].propose(min(self.num_tokens, room - 1)) if room > 1 else []
+            for index, room in zip(rows.index, rooms, strict=True)
+        ]
+        shape = self.shape.cut(max(rooms) - 1)
+        if self.branch and shape.widths and any(found):
+            return self._grow(stages, cache, rows, policy, shape, found)
+        if all(found) or not shape.widths:
+            return draft_found(rows, found)
+        return self._grow(stages, cache, rows, policy, shape)
+
+
+class ForcedDrafter:
+    """Before another drafter: what a grammar forces costs no draft. Two tokens or more of every row, or it is not worth
+    a pass of its own."""
+
+    def __init__(self, grammar: GrammarProcessor, otherwise: Drafter, limit: int = 16) -> None:
+        self.grammar, self.otherwise, self.limit = grammar, otherwise, limit
+
+    def start(self, rows: Rows) -> None:
+        self.otherwise.start(rows)
+
+    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
+        self.otherwise.observe(rows, kept)
+
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+        forced = [
+            self.grammar.forced(rows.committed(row)[0].tolist(), min(self.limit, room - 1)) if room > 2 else []
+            for row, room in enumerate(rooms)
+        ]
+        if all(len(tokens) > 1 for tokens in forced):
+            return draft_found(rows, forced)
+        return self.otherwise.draft(stages, cache, rows, policy, rooms)
+
+
+def drafter_for(setting: Setting, grammar: GrammarProcessor | None = None) -> Drafter:
+    """The drafter that a setting asks for."""
+    confident = None if setting.draft_stop is None else partial(is_confident, threshold=setting.draft_stop)
+    shape = None if setting.exit_layer is None else setting.shape
+    drafter: Drafter = NoDrafter() if shape is None else ExitDrafter(shape, confident)
+    if setting.lookup != "off":
+        shape = None if setting.lookup == "only" else shape
+        drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", confident)
+    return drafter if grammar is None else ForcedDrafter(grammar, drafter)
+
+
+def is_confident(scores: Tensor, threshold: float) -> Tensor:
+    """(B,) bool: whether the most probable token has at least this probability; scores (B, 1, vocab)."""
+    return scores[:, 0].softmax(dim=-1).amax(dim=-1) >= threshold
