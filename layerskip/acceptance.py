@@ -125,14 +125,14 @@ def walk_sampled(
     target, draft, mass = p[:, 0], q[:, 0], q.new_ones(batch)  # (B, V), (B, V), (B,): P, and mass * q_i
     while True:  # one trial a turn, rows at different depths together
         waiting = valid & (parents == node[:, None]) & (order >= tried[:, None])  # (B, N)
-        trying = waiting.any(1)  # (B,)
-        if not bool(trying.any()):
+        waits = waiting.any(1)  # (B,)
+        if not bool(waits.any()):
             return Walk(num_accepted, path[:, :n], node), target
         i = waiting.to(torch.uint8).argmax(1)  # (B,), the first
         token = tokens[rows, i][:, None]  # (B, 1)
-        chance = target.gather(1, token)[:, 0] * mass, draft.gather(1, token)[:, 0]  # (B,), (B,): P and q_i, times mass
-        trying = trying & (mass > 0)
-        accepted = trying & (uniforms[rows, i] * chance[1] < chance[0])  # (B,)
+        p_token, q_token = target.gather(1, token)[:, 0], draft.gather(1, token)[:, 0]  # (B,), (B,)
+        trying = waits & (mass > 0)  # (B,)
+        accepted = trying & (uniforms[rows, i] * q_token < p_token * mass)  # (B,)
         rest = residual(target, draft / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None])  # (B, V)
         target = torch.where((trying & ~accepted)[:, None], rest, target)
         target = torch.where(accepted[:, None], p[rows, i + 1], target)
@@ -140,9 +140,9 @@ def walk_sampled(
         draft = draft.scatter(1, token, 0.0)
         mass = torch.where(accepted, 1.0, draft.sum(1))
         draft = torch.where(accepted[:, None], q[rows, (i + 1).clamp(max=q.shape[1] - 1)], draft)
-        tried = i + 1
-        node = torch.where(accepted, tried, node)
-        path[rows, num_accepted] = tried * accepted
+        tried = torch.where(waits, i + 1, tried)  # a row that has stopped keeps its place
+        node = torch.where(accepted, i + 1, node)
+        path[rows, num_accepted] = (i + 1) * accepted
         num_accepted = num_accepted + accepted
 
 
