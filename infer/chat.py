@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
 from infer.generate import NO_EXIT
+from infer.grammar import add_grammar_flags, compile_grammar, read_definition
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
 from infer.source import local_folder
 from infer.terminal import Terminal
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     add_model_flags(parser)
     add_decoding_flags(parser)
+    add_grammar_flags(parser)
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="an instruction before all turns, if the template has a place")
     group.add_argument("--color", action="store_true", help="show which text was drafted and which is the model's own")
@@ -24,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, talk; returns the exit code."""
     options = DecodingOptions.read(arguments)
     local_folder(arguments.model)
+    definition = read_definition(arguments)
     terminal = Terminal(arguments.color)
 
     import torch  # here, so that wrong flags are told before seconds of imports
@@ -35,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     loaded = load(ModelOptions.read(arguments), [options.exit_layer])
     setting = choose_setting(loaded, options.exit_layer, options.num_draft_tokens)
+    if definition is not None:
+        options = replace(options, grammar=compile_grammar(definition, loaded))
     conversation = Conversation(loaded, setting or Setting(None, 0), options, arguments.system)
     if options.seed is not None:
         torch.manual_seed(options.seed)

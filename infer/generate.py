@@ -94,12 +94,10 @@ def generate(
         torch.manual_seed(options.seed)
     if terminal.color:
         terminal.legend()
-    input_ids = loaded.tokenizer(prompt)["input_ids"]
-    grammar = compile_grammar(definition, loaded) if definition is not None else None
-    if grammar is not None:
-        options = replace(options, grammar=grammar.processor(len(input_ids)))
+    if definition is not None:
+        options = replace(options, grammar=compile_grammar(definition, loaded))
     splitter, tally, output = Splitter(loaded), Tally(), []
-    with closing(stream(loaded, input_ids, setting, options)) as pieces:
+    with closing(stream(loaded, loaded.tokenizer(prompt)["input_ids"], setting, options)) as pieces:
         for piece in pieces:
             tally.add(piece)
             output += piece.step.tokens[0].tolist() if piece.step else []
@@ -109,7 +107,7 @@ def generate(
     terminal.note(tally.line())
     if verbose:
         terminal.note(tally.details())
-    if grammar is not None and not grammar.accepts(output):
+    if options.grammar is not None and not options.grammar.accepts(output):
         terminal.note(UNFINISHED)
         return 1
     return 0

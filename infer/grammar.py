@@ -15,7 +15,9 @@ UNFINISHED = "note: the output ended before it was complete: raise --max-new-tok
 
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
     """--json-schema, --regex, --lark: at most one of them."""
-    group = parser.add_argument_group("structured output", "exact under speculation; exit code 1 if it was cut short")
+    group = parser.add_argument_group(
+        "structured output", "of every answer; one cut short by --max-new-tokens is not whole"
+    )
     add = group.add_mutually_exclusive_group().add_argument
     add("--json-schema", metavar="FILE_OR_JSON", help="write one line of JSON that the schema admits")
     add("--regex", metavar="PATTERN", help="write a text that all of PATTERN matches (Rust's syntax)")

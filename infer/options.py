@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from infer.errors import InputError
 
 if TYPE_CHECKING:
-    from layerskip.grammar import GrammarProcessor
+    from layerskip.grammar import Grammar
 
 Tuned = Literal["tuned"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,7 +40,7 @@ class DecodingOptions:
     top_k: int | None = None  # tokens kept; None: all
     seed: int | None = None  # of the sampling; None: another one each time
     stop: tuple[str, ...] = ()  # strings that end the output
-    grammar: "GrammarProcessor | None" = None  # what the output must be, made for the prompt at hand
+    grammar: "Grammar | None" = None  # what the output must be
 
     def __post_init__(self) -> None:
         given = {"--top-p": self.top_p, "--top-k": self.top_k}
@@ -64,8 +64,7 @@ class DecodingOptions:
         if self.stop:
             arguments["stop_strings"] = list(self.stop)
         if self.grammar is not None:
-            arguments["logits_processor"] = [self.grammar]
-            arguments["eos_token_id"] = list(self.grammar.grammar.eos_token_ids)
+            arguments |= {"grammar": self.grammar, "eos_token_id": list(self.grammar.eos_token_ids)}
         return arguments
 
 

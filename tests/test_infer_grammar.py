@@ -1,6 +1,7 @@
 """`generate` with a grammar: its text alone is printed, and what is wrong with it is told before a model is loaded."""
 
 import importlib
+import io
 import json
 import re
 import subprocess
@@ -85,6 +86,15 @@ def test_a_model_that_ends_otherwise_than_its_tokenizer(tiny_checkpoint, capsys)
         code, _, err = run(capsys, str(tiny_checkpoint), "def", "--regex", "a{3}", "--exit-layer", "2")
         assert code == 0
         assert err.splitlines()[-1].startswith("4 tokens")  # three letters and an end
+
+
+def test_every_answer_of_a_chat_is_a_text_of_the_grammar(tiny_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def\nthe quick\n"))
+    flags = ("--exit-layer", "2", "--json-schema", json.dumps(SCHEMA), "--max-new-tokens", "60")
+    assert main(["chat", str(tiny_checkpoint), *flags]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    check("--json-schema", first)
+    check("--json-schema", second)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,35 @@ def test_greedy_equals_plain_constrained_decoding(exit_layer, num_draft_tokens, 
     check(written(tokenizer, actual, prompt))
 
 
+WAYS = {
+    "chain": {"exit_layer": 2},
+    "plain": {"exit_layer": None},
+    "tree": {"exit_layer": 1, "tree": (2, 2)},
+    "lookup": {"exit_layer": 3, "lookup": "hybrid"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_takes_a_grammar_and_drafts_what_it_forces(way, language, model, tokenizer):
+    grammar, check = language
+    inputs = tokenizer(["def add", "the quick brown fox"], return_tensors="pt", padding=True, padding_side="left")
+    length = inputs.input_ids.shape[1]
+    arguments = {**inputs, "do_sample": False, "max_new_tokens": 100}
+    arguments.pop("token_type_ids", None)
+    expected = model.generate(**arguments, logits_processor=[grammar.processor(length)])
+    actual = layerskip.generate(model, **arguments, **WAYS[way], grammar=grammar)
+    assert torch.equal(actual, expected)
+    for text in tokenizer.batch_decode(actual[:, length:], skip_special_tokens=True):
+        check(text)
+
+
+def test_a_constant_takes_one_step(model, tokenizer):
+    grammar = Grammar.from_json_schema({"const": "dog"}, tokenizer)
+    prompt = prompt_of(tokenizer, seed=0)
+    (step,) = layerskip.steps(model, prompt, exit_layer=2, max_new_tokens=50, do_sample=False, grammar=grammar)
+    assert tokenizer.decode(step.tokens[0]) == '"dog"<eos>'
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_samples_are_texts_of_the_grammar(seed, language, model, tokenizer):
     grammar, check = language
@@ -135,33 +164,33 @@ def test_samples_are_texts_of_the_grammar(seed, language, model, tokenizer):
     assert grammar.accepts(output[0, prompt.shape[1] :].tolist())
 
 
-def test_sampled_texts_have_plain_constrained_decodings_distribution(tokenizer):
+@pytest.mark.parametrize("given_as", ["processor", "grammar"])
+def test_sampled_texts_have_plain_constrained_decodings_distribution(given_as, tokenizer):
     model = tiny.llama(vocab_size=320, seed=3)
     grammar = Grammar.from_regex("(a|b|ox){1,2}c?", tokenizer)
     prompt = prompt_of(tokenizer, seed=0)
     expected = enumerate_outputs(model, prompt, grammar)
     assert abs(sum(expected.values()) - 1) < 1e-5
     assert len(expected) > 10
-    processor = grammar.processor(prompt.shape[1])
-    torch.manual_seed(0)
     samples = []
-    for _ in range(300):
-        output = layerskip.generate(
+    for seed in range(5):
+        torch.manual_seed(seed)
+        outputs = layerskip.generate(
             model,
-            prompt,
+            prompt.expand(100, -1),
             exit_layer=2,
             num_draft_tokens=3,
+            tree=None if given_as == "processor" else (2, 1),
             do_sample=True,
             temperature=4.0,
             top_k=0,
             max_new_tokens=10,
-            logits_processor=[processor],
+            **{"grammar": grammar} if given_as == "grammar" else {"logits_processor": [grammar.processor(5)]},
         )
-        samples.append(tuple(output[0, prompt.shape[1] :].tolist()))
+        samples += [tuple(output[: output.index(EOS) + 1]) for output in outputs[:, 5:].tolist()]
     assert chi_square_p_value(samples, expected) > 1e-4
-    assert (
-        chi_square_p_value(samples, enumerate_outputs(model, prompt, grammar, temperature=1.0)) < 1e-4
-    )  # it could fail
+    other = enumerate_outputs(model, prompt, grammar, temperature=1.0)
+    assert chi_square_p_value(samples, other) < 1e-4  # it could fail
 
 
 @torch.no_grad()
