@@ -17,7 +17,7 @@ Conditions of the sampled rules. (A) A child was drawn from exactly the q given 
 (B) The uniforms and the draw of the next token are independent of the drafting and of each other. (C) Whether a token
 is drafted never depends on its own value or on anything drawn after it: to look at q first is right, to throw a drawn
 token away is not. Siblings are in the order they were drawn in (Gumbel-top-k: by falling score); sorted by q they
-break (A), and so do independent draws with duplicates merged.
+break (A). Independent draws are draws without replacement once a repeated one is marked not valid.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def walk_sampled(
     = 1 - sum min(P, q_i) = sum (P - q_i)_+, this is min(q_i, P)(y) + (P - q_i)_+(y) = P(y). Down the tree: a child's
     own children are looked at only if it stayed, so what follows an accepted path is the target's again.
 
-    If q without the earlier siblings has no mass left, x_i cannot have been a draw from it. It is passed over and P
-    stays; that decision does not look at x_i, so it is exact whatever x_i is.
+    Where q_i(x_i) = 0, x_i is no draw from q_i (nothing is left of q, or an independent draw repeats a sibling). It is
+    passed over and P stays. That is exact as long as the others, given that they are not 0, were drawn from q_i.
 
     Args:
         q: (B, M, vocab) float32, q[:, m] the draft's distribution at node m; nodes with children have m < M.
@@ -131,7 +131,7 @@ def walk_sampled(
         i = waiting.to(torch.uint8).argmax(1)  # (B,), the first
         token = tokens[rows, i][:, None]  # (B, 1)
         p_token, q_token = target.gather(1, token)[:, 0], draft.gather(1, token)[:, 0]  # (B,), (B,)
-        trying = waits & (mass > 0)  # (B,)
+        trying = waits & (q_token > 0)  # (B,)
         accepted = trying & (uniforms[rows, i] * q_token < p_token * mass)  # (B,)
         rest = residual(target, draft / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None])  # (B, V)
         target = torch.where((trying & ~accepted)[:, None], rest, target)
@@ -168,8 +168,8 @@ def _accept_chain(tokens: Tensor, valid: Tensor, q: Tensor, p: Tensor, uniforms:
     tokens, valid, uniforms = tokens[:, :n], valid[:, :n], uniforms[:, :n]
     p_token = p[:, :n].gather(2, tokens[..., None]).squeeze(2)  # (B, n)
     q_token = q[:, :n].gather(2, tokens[..., None]).squeeze(2)  # (B, n)
-    # u < p/q written without the division; q_token > 0 because the token was drawn from q.
-    num_accepted = leading_true(valid & (uniforms * q_token < p_token))  # (B,)
+    valid = valid & (q_token > 0)  # what is no draw from q is passed over
+    num_accepted = leading_true(valid & (uniforms * q_token < p_token))  # (B,); u < p/q without the division
     rows = torch.arange(len(tokens), device=tokens.device)
     stop = num_accepted.clamp(max=n - 1)  # (B,)
     rejected = (num_accepted < n) & valid[rows, stop]  # (B,); False where the draft ended

@@ -157,3 +157,20 @@ def test_leading_true():
 
 def test_the_module_knows_no_model():
     assert not {"transformers", "layerskip.stages"} & set(vars(acceptance))
+
+
+@pytest.mark.parametrize("shared", ["", "drafting and accepting", "drafting and resampling"])
+def test_noise_is_not_shared(shared):
+    """One drafted token; all draws by inversion, integrated over a grid of the uniforms."""
+    p, q = torch.tensor([0.6, 0.1, 0.3]), torch.tensor([0.2, 0.6, 0.2])
+    grid = (torch.arange(60) + 0.5) / 60
+    draw, accept, resample = torch.cartesian_prod(grid, grid, grid).unbind(1)
+    accept = draw if shared == "drafting and accepting" else accept
+    resample = draw if shared == "drafting and resampling" else resample
+    by_inversion = lambda law, u: (law.cumsum(-1) < u[:, None]).sum(1, keepdim=True).clamp(max=2)  # noqa: E731
+    rows, tokens = len(draw), by_inversion(q, draw)  # tokens (R, 1)
+    verdict = accept_sampled(tokens, q.expand(rows, 1, 3), p.expand(rows, 2, 3), accept[:, None])
+    after = by_inversion(verdict.next_probabilities, resample)
+    said = torch.where(verdict.num_accepted[:, None] == 1, tokens, after)
+    law = torch.bincount(said[:, 0], minlength=3) / rows
+    assert ((law - p).abs().max() < 0.02) == (not shared)
