@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from layerskip.decoding import Step
@@ -20,10 +21,12 @@ class Piece:
     Attributes:
         text: may be empty, while a character's bytes are not all there.
         step: what was drafted and accepted; None for what is left at the end.
+        row: which prompt it continues.
     """
 
     text: str
     step: Step | None
+    row: int = 0
 
 
 class Detokenizer:
@@ -61,27 +64,54 @@ class Detokenizer:
         )
 
 
+def pad_left(rows: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Token ids of unequal lengths as one batch: (B, longest) ids and attention mask, int64, filled up on the left."""
+    width = max(len(row) for row in rows)
+    ids = [[padding] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+
+
 def stream(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str | None = None, **kwargs: Any
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str] | None = None, **kwargs: Any
 ) -> Iterator[Piece]:
-    """Generate text piece by piece. The pieces joined are the decoded output.
+    """Generate text piece by piece. The pieces of a row joined are its decoded output.
+
+    What ends a row ends its text where plain decoding does, wherever in a block of accepted tokens it stands: an
+    end-of-sequence token is not shown, a stop string is, with the rest of the token that completes it.
 
     Args:
-        prompt: text to continue; or give `input_ids=` (and `attention_mask=`) instead.
+        prompt: text to continue, or several texts, decoded together: the pieces of their rows then come mixed, round
+            by round. Or give `input_ids=` (and `attention_mask=`) instead, padded on either side.
         **kwargs: as in `layerskip.generate`.
 
     Raises:
-        ValueError: if there is no prompt, or two.
+        ValueError: if there is no prompt, or two kinds, or one is empty.
     """
     if (prompt is None) == ("input_ids" not in kwargs):
         raise ValueError("give either a prompt or input_ids")
     if prompt is not None:
-        kwargs |= dict(tokenizer(prompt, return_tensors="pt").to(model.device))
-        kwargs.pop("token_type_ids", None)
+        ids, mask = _encode(tokenizer, [prompt] if isinstance(prompt, str) else prompt)
+        kwargs |= {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
     if kwargs.get("stop_strings"):
         kwargs.setdefault("tokenizer", tokenizer)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizers: dict[int, Detokenizer] = {}
     for step in steps(model, **kwargs):
-        yield Piece(detokenizer.push(step.tokens[0].tolist()), step)
-    if rest := detokenizer.flush():
-        yield Piece(rest, None)
+        detokenizer = detokenizers.setdefault(step.row, Detokenizer(tokenizer))
+        yield Piece(detokenizer.push(step.tokens[0].tolist()), step, step.row)
+    for row, detokenizer in sorted(detokenizers.items()):
+        if rest := detokenizer.flush():
+            yield Piece(rest, None, row)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """(B, longest) ids and attention mask. Padded here and not by the tokenizer, which may pad on the other side, or
+    know no token to pad with."""
+    if not prompts:
+        raise ValueError("no prompts: give at least one")
+    rows = tokenizer(list(prompts))["input_ids"]
+    empty = next((number for number, row in enumerate(rows) if not row), None)
+    if empty is not None:
+        raise ValueError(f"prompt {empty} is empty: give at least one token, e.g. the tokenizer's bos_token")
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return pad_left(rows, next(token for token in known if token is not None))
