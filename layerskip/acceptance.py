@@ -133,13 +133,18 @@ def walk_sampled(
         p_token, q_token = target.gather(1, token)[:, 0], draft.gather(1, token)[:, 0]  # (B,), (B,)
         trying = waits & (q_token > 0)  # (B,)
         accepted = trying & (uniforms[rows, i] * q_token < p_token * mass)  # (B,)
-        rest = residual(target, draft / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None])  # (B, V)
-        target = torch.where((trying & ~accepted)[:, None], rest, target)
-        target = torch.where(accepted[:, None], p[rows, i + 1], target)
-        # Summed anew, not 1 - sum of the siblings: where these have nearly all the mass, the difference is rounding.
-        draft = draft.scatter(1, token, 0.0)
-        mass = torch.where(accepted, 1.0, draft.sum(1))
-        draft = torch.where(accepted[:, None], q[rows, (i + 1).clamp(max=q.shape[1] - 1)], draft)
+        rejected = trying & ~accepted  # (B,)
+        any_accepted, any_rejected = torch.stack([accepted, rejected]).any(1).tolist()
+        if any_rejected:
+            rest = residual(target, draft / mass.clamp(min=torch.finfo(mass.dtype).tiny)[:, None])  # (B, V)
+            target = torch.where(rejected[:, None], rest, target)
+            draft = draft.scatter(1, token, 0.0)
+            # Summed anew, not 1 - sum of the siblings: where these have nearly all the mass, that is rounding.
+            mass = torch.where(rejected, draft.sum(1), mass)
+        if any_accepted:
+            target = torch.where(accepted[:, None], p[rows, i + 1], target)
+            draft = torch.where(accepted[:, None], q[rows, (i + 1).clamp(max=q.shape[1] - 1)], draft)
+            mass = torch.where(accepted, 1.0, mass)
         tried = torch.where(waits, i + 1, tried)  # a row that has stopped keeps its place
         node = torch.where(accepted, i + 1, node)
         path[rows, num_accepted] = (i + 1) * accepted
@@ -183,7 +188,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Where p <= q everywhere, p equals q up to rounding and a rejection has probability zero in exact
     arithmetic; the residual is then p itself, never a division by zero.
     """
-    excess = (p - q).clamp(min=0)
+    excess = (p - q).clamp_(min=0)
     mass = excess.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(p.dtype).tiny), p)
 

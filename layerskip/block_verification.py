@@ -58,7 +58,7 @@ def walk_block(tokens: Tensor, valid: Tensor, q: Tensor, p: Tensor, uniforms: Te
     rows = torch.arange(batch, device=tokens.device)  # (B,)
     length = leading_true(valid)  # (B,)
     w = _weights(tokens, q, p)  # (B, N+1)
-    left = (w[:, 1:n, None] * p[:, 1:n] - q[:, 1:n]).clamp(min=0).sum(-1)  # (B, N-1): R_1 .. R_{N-1}
+    left = (w[:, 1:n, None] * p[:, 1:n]).sub_(q[:, 1:n]).clamp_(min=0).sum(-1)  # (B, N-1): R_1 .. R_{N-1}
     left = torch.nn.functional.pad(left, (0, 1))  # (B, N); R_N is not asked
     w_end = w[:, 1:]  # (B, N)
     # u < R / (R + 1 - w) written without the division; w = 0 leaves R = 0 and never passes.
