@@ -33,7 +33,7 @@ def draft_nothing(rows: Rows) -> Draft:
 def chain_of(rows: Rows, tokens: Tensor, hidden: Tensor | None = None, probabilities: Tensor | None = None) -> Draft:
     """The record of a chain (1, N) of a single row."""
     parents, valid, depths = chain_links(tokens.shape[1], tokens.device)
-    return Draft(tokens, parents, valid, depths, probabilities, hidden)
+    return Draft(tokens, parents, valid, depths, probabilities, hidden, is_chain=True)
 
 
 def draft_chain(

@@ -163,7 +163,7 @@ def most_promising(scores: Tensor, k: int) -> Proposal:
 
 def follow(draft: Draft, chosen: Tensor) -> tuple[Walk, Tensor]:
     """From the root along the children that are what the target chose after their parent: (R, N+1)."""
-    if draft.block is None:  # a chain of a single row: no loop over its depth
+    if draft.is_chain:  # no loop over its depth
         num_accepted = leading_true(draft.tokens == chosen[:, :-1])
         return chain_walk(num_accepted, draft.tokens.shape[1]), chosen.gather(1, num_accepted[:, None])[:, 0]
     walk = walk_chosen(draft.tokens, draft.parents, draft.valid, chosen)

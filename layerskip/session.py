@@ -6,8 +6,8 @@ lengths); its callable `custom_generate` door hands it over and our loop decodes
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from layerskip.anatomy import check_rope, unwrap
-from layerskip.cache import RollbackCache
+from layerskip.anatomy import check_positions, check_rope, num_layers, unwrap
+from layerskip.cache import RollbackCache, check_own_cache
 from layerskip.decoding import Step, decode
 from layerskip.drafters import drafter_for
 from layerskip.sampling import Sampler
@@ -79,21 +79,44 @@ class Session:
     grammar: GrammarProcessor | None = None
 
     def steps(self) -> Iterator[Step]:
-        """Decode."""
-        mask = None if self.attention_mask is None else self.attention_mask.bool()
-        prompts = [row if mask is None else row[mask[i]] for i, row in enumerate(self.input_ids)]
+        """Decode, with a warning where a row goes past the length that the model was made for."""
+        made_for = getattr(self.stages.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if made_for is None or self.config.max_length <= made_for + 1:  # the last token is never read
+            return self._decode()
+        return self._watched(made_for)
+
+    def _watched(self, made_for: int) -> Iterator[Step]:
+        lengths, warned = [len(prompt) for prompt in self._prompts()], False
+        for step in self._decode():
+            lengths[step.row] += step.tokens.shape[1]
+            if lengths[step.row] > made_for + 1 and not warned:
+                warned = True
+                warnings.warn(
+                    f"decoding past {made_for} tokens, the length {type(self.stages.model).__name__} was made for "
+                    "(max_position_embeddings): what follows may be poor, set max_new_tokens to end before",
+                    stacklevel=2,
+                )
+            yield step
+
+    def _decode(self) -> Iterator[Step]:
+        lengths = [stop.max_length or self.config.max_length for stop in self.stops]
         return decode(
             self.stages,
-            prompts,
+            self._prompts(),
             self.samplers[0] if len(self.samplers) == 1 else self.samplers,
             self.stops[0] if len(self.stops) == 1 else self.stops,
             drafter=drafter_for(self.setting, self.grammar),
-            max_length=self.config.max_length,
+            max_length=lengths[0] if len(lengths) == 1 else lengths,
             cache=self.cache,
             contexts=list(self.input_ids),
             keep_scores=bool(self.config.output_scores or self.config.output_logits),
             prefill_chunk=self.config.prefill_chunk_size,
         )
+
+    def _prompts(self) -> list[Tensor]:
+        """(length,) of each row, without padding."""
+        mask = None if self.attention_mask is None else self.attention_mask.bool()
+        return [row if mask is None else row[mask[i]] for i, row in enumerate(self.input_ids)]
 
 
 def prepare_session(
@@ -116,20 +139,24 @@ def prepare_session(
         UnsupportedModelError: if the model cannot be cut into stages, or cannot take what is asked for.
         ValueError: for arguments out of range, or that this loop does not support.
     """
+    cache = past_key_values if cache is None else cache
     if isinstance(generation_config, Sequence):
+        if cache is not None:
+            raise ValueError("a cache of one's own goes with a single generation config, not with a list: leave it out")
+        if any(config.num_return_sequences not in (None, 1) for config in generation_config):
+            raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
         return _prepare_rows(model, inputs, drafting, choice, generation_config, **kwargs)
     model = unwrap(model)
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")
-    cache = past_key_values if cache is None else cache
-    if cache is not None and not isinstance(cache, RollbackCache):
-        raise ValueError(f"cannot decode with a {type(cache).__name__}: leave it out, or give layerskip.RollbackCache")
+    _refuse_cache(model, cache, kwargs, generation_config)
     setting = resolve_setting(model, **drafting)
     vocabulary = draft_vocabulary_of(model) if setting.draft_vocabulary and setting.exit_layer is not None else None
     stages = Stages(model, setting.exit_layer, vocabulary)
     if not setting.shape.is_chain or setting.lookup == "branch":
         stages.check_blocks(branching=True)
+    given = dict(kwargs)
     criteria = take_stop_strings(model, generation_config, kwargs)
     grammar = None
     if choice.grammar is not None:
@@ -137,7 +164,7 @@ def prepare_session(
         grammar = choice.grammar.processor(1 if prompt is None else prompt.shape[1])
         kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), grammar])
     door = partial(_door, stages=stages, setting=setting, own_cache=cache, choice=choice, grammar=grammar)
-    return GenerationMixin.generate(
+    session = GenerationMixin.generate(
         model,
         inputs,
         generation_config=generation_config,
@@ -145,6 +172,13 @@ def prepare_session(
         custom_generate=door,
         **kwargs,
     )
+    if len(session.input_ids) == 1 or not session.samplers[0].reads_prefix:
+        return session
+    # Processors that read the prefix may hold something of every row (the prompts, an index). They are asked row by
+    # row, so each row gets its own.
+    given |= {"input_ids": None, "attention_mask": session.attention_mask, "num_return_sequences": 1}
+    configs = [generation_config] * len(session.input_ids)
+    return _prepare_rows(model, session.input_ids, drafting, choice, configs, **given)
 
 
 def _prepare_rows(
@@ -152,50 +186,56 @@ def _prepare_rows(
     inputs: Tensor | None,
     drafting: dict[str, Any],
     choice: Choice,
-    configs: Sequence[GenerationConfig],
+    configs: Sequence[GenerationConfig | None],
     *,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
     **kwargs: Any,
 ) -> Session:
-    """Every row with a generation config of its own: prepared one by one, decoded together."""
+    """Every row with a generation config and processors of its own: prepared one by one, decoded together."""
     prompts = inputs if inputs is not None else input_ids
     if prompts is None or len(prompts) != len(configs):
         given = "no prompts" if prompts is None else f"{len(prompts)} prompts"
         raise ValueError(f"got {len(configs)} generation configs for {given}: give one for each row")
-    if any(config.num_return_sequences not in (None, 1) for config in configs):
-        raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
+    batch, seeds, generators = len(configs), _seeds(choice, len(configs)), _generators(choice, len(configs))
     sessions = []
     for row, config in enumerate(configs):
+        if prefix_allowed_tokens_fn is not None:  # transformers calls it with the row's number
+            kwargs["prefix_allowed_tokens_fn"] = partial(_of_row, prefix_allowed_tokens_fn, row)
+        own = Choice(choice.acceptance, seeds, generators[row], choice.grammar)
         mask = None if attention_mask is None else attention_mask[row : row + 1]
-        own = copy.copy(choice)
-        if isinstance(choice.generator, Sequence):
-            own = Choice(choice.acceptance, choice.seed, choice.generator[row], choice.grammar)
-        prepared = prepare_session(
-            model,
-            prompts[row : row + 1],
-            drafting,
-            Choice(own.acceptance, _seeds(choice, len(configs)), own.generator, own.grammar),
-            generation_config=config,
-            attention_mask=mask,
-            **kwargs,
+        prompt = prompts[row : row + 1]
+        sessions.append(
+            prepare_session(model, prompt, drafting, own, generation_config=config, attention_mask=mask, **kwargs)
         )
-        sessions.append(prepared)
     first = sessions[0]
-    first.stages.check_blocks(branching=False)
-    longest = max(sessions, key=lambda session: session.config.max_length)
-    stops = [StopRule(s.stops[0].criteria, s.config.max_length) for s in sessions]
+    if batch > 1:
+        first.stages.check_blocks(branching=False)
+    longest = max((session.config for session in sessions), key=lambda config: config.max_length)
     return Session(
-        first.stages,
-        first.setting,
-        prompts.to(first.stages.model.device),
-        attention_mask,
-        [session.samplers[0] for session in sessions],
-        stops,
-        longest.config,
-        first.stages.new_cache(min(longest.config.max_length, prompts.shape[1] + 256), longest.config.max_length),
-        first.grammar,
+        stages=first.stages,
+        setting=first.setting,
+        input_ids=torch.cat([session.input_ids for session in sessions]),
+        attention_mask=attention_mask,
+        samplers=[session.samplers[0] for session in sessions],
+        stops=[StopRule(session.stops[0].criteria, session.config.max_length) for session in sessions],
+        config=longest,
+        cache=_new_cache(first.stages, prompts.shape[1], longest.max_length),
+        grammar=first.grammar,
     )
+
+
+def _of_row(function: Callable[[int, Tensor], list[int]], row: int, _: int, token_ids: Tensor) -> list[int]:
+    return function(row, token_ids)
+
+
+def _generators(choice: Choice, batch: int) -> list[torch.Generator | None]:
+    if not isinstance(choice.generator, Sequence):
+        return [choice.generator] * batch
+    if len(choice.generator) != batch:
+        raise ValueError(f"got {len(choice.generator)} generators for {batch} rows: give one, or one for each")
+    return list(choice.generator)
 
 
 def _seeds(choice: Choice, batch: int) -> tuple[int, ...] | None:
@@ -212,12 +252,11 @@ def _seeds(choice: Choice, batch: int) -> tuple[int, ...] | None:
 def _samplers(processors: LogitsProcessorList, do_sample: bool, choice: Choice, batch: int) -> list[Sampler]:
     """One for all rows, or one for each where each has its own generator."""
     seeds = _seeds(choice, batch) if isinstance(choice.seed, int) else choice.seed
+    if seeds is not None and not batch <= len(seeds):
+        raise ValueError(f"got {len(seeds)} seeds for {batch} rows: give one, or one for each")
     seeds = None if seeds is None else tuple(seeds)
-    if isinstance(choice.generator, Sequence):
-        if len(choice.generator) != batch:
-            raise ValueError(f"got {len(choice.generator)} generators for {batch} rows: give one, or one for each")
-        return [Sampler(processors, do_sample, g, choice.acceptance, seeds) for g in choice.generator]
-    return [Sampler(processors, do_sample, choice.generator, choice.acceptance, seeds)]
+    generators = _generators(choice, batch) if isinstance(choice.generator, Sequence) else [choice.generator]
+    return [Sampler(processors, do_sample, generator, choice.acceptance, seeds) for generator in generators]
 
 
 def _door(
@@ -242,37 +281,46 @@ def _door(
     _refuse_arguments(model_kwargs)
     limit = generation_config.max_length
     check_rope(model, width, limit)
+    mask = model_kwargs.get("attention_mask")
+    lengths = [width] * batch if mask is None else mask.bool().sum(1).tolist()  # of the prompts without padding
+    check_positions(model, max(lengths), limit - width)
+    if own_cache is not None:
+        check_own_cache(own_cache, stages.num_layers, lengths)
     if batch > 1:
         stages.check_blocks(branching=False)
     return Session(
         stages=stages,
         setting=setting,
         input_ids=input_ids.to(model.device),
-        attention_mask=model_kwargs.get("attention_mask"),
+        attention_mask=mask,
         samplers=_samplers(logits_processor, bool(generation_config.do_sample), choice, batch),
         stops=[StopRule(stopping_criteria)],
         config=generation_config,
-        cache=_cache(own_cache, stages, batch, width, limit),
+        cache=_new_cache(stages, width, limit) if own_cache is None else own_cache,
         grammar=grammar,
     )
 
 
-def _cache(given: RollbackCache | None, stages: Stages, batch: int, width: int, limit: int) -> RollbackCache:
-    if given is None:
-        return stages.new_cache(min(limit, width + 256), limit)
-    if batch > 1:
-        raise ValueError(f"a cache of one's own goes with a single sequence, not with {batch}: leave it out")
-    if len(given.layers) != stages.num_layers:
+def _new_cache(stages: Stages, width: int, limit: int) -> RollbackCache:
+    return stages.new_cache(min(limit, width + 256), limit)
+
+
+def _refuse_cache(
+    model: PreTrainedModel, cache: Any, arguments: dict[str, Any], generation_config: GenerationConfig | None
+) -> None:
+    """Only our own can be rolled back; transformers would prepare another kind that then is not used."""
+    own = f"layerskip.RollbackCache({num_layers(model)})"
+    if cache is not None and not isinstance(cache, RollbackCache):
+        raise ValueError(f"cannot decode with a {type(cache).__name__}: leave it out, or give {own}")
+    configs = (config for config in (generation_config, model.generation_config) if config is not None)
+    asked = [arguments.get("cache_implementation"), *(config.cache_implementation for config in configs)]
+    kind = next((name for name in asked if name is not None), None)
+    # transformers itself takes a checkpoint's "hybrid" for "dynamic".
+    if kind not in (None, "dynamic", "hybrid"):
         raise ValueError(
-            f"the cache has {len(given.layers)} layers and the model {stages.num_layers}: "
-            f"give RollbackCache({stages.num_layers})"
+            f"cache_implementation={kind!r} is not supported by layerskip.generate, which decodes with a cache of its "
+            "own that can be rolled back: set it to 'dynamic', or use model.generate()"
         )
-    if given.length >= width:
-        raise ValueError(
-            f"the cache holds {given.length} positions but the prompt has only {width}: roll it back "
-            "to at most one less than the prompt"
-        )
-    return given
 
 
 def _refuse_arguments(model_kwargs: dict[str, Any]) -> None:
@@ -293,6 +341,11 @@ def _refuse_mode(config: GenerationConfig) -> None:
             f"{mode.value.replace('_', ' ')} cannot be drafted for: set num_beams=1 and leave penalty_alpha, "
             "dola_layers and the like out, or use model.generate()"
         )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False is not supported by layerskip.generate: leave it out, or set it to True")
+    chunk = config.prefill_chunk_size
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk_size={chunk} reads nothing of the prompt: give 1 or more, or leave it out")
     for name, instead in _REFUSED.items():
         if getattr(config, name, None):
             raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")

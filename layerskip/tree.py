@@ -93,6 +93,7 @@ class Draft:
         hidden: (B, N+1, hidden_size) exit hidden states of the nodes; None if layers [0:E) did not run.
         block: where the nodes stand; None for a chain of a single row, whose tokens just follow.
         slots: (B, N+1) slot of each node, counted from the row's length; None: the node's own number.
+        is_chain: whether all rows have a chain, and all of it.
     """
 
     tokens: Tensor
@@ -103,6 +104,7 @@ class Draft:
     hidden: Tensor | None = None
     block: Block | None = None
     slots: Tensor | None = None
+    is_chain: bool = False
 
     def links(self) -> tuple[list[list[int]], list[list[int]]]:
         """Tokens and parents of all nodes, row by row; the root's token is left at 0."""
@@ -163,7 +165,7 @@ class Growth:
         """Where these nodes stand."""
         block = place(self.rows.lengths, self.depths, self.ancestors, nodes)
         # A row near its end is drafted for as far as the others; what goes too far is cut, and must only be computable.
-        block.positions = block.positions.clamp(max=self.rows.limit - 1)
+        block.positions = block.positions.clamp(max=self.rows.limit - 2)
         return block
 
     def draft(self, hidden: Tensor | None, probabilities: Tensor | None = None) -> Draft:
