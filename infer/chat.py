@@ -34,11 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from infer.conversation import Conversation
     from infer.dialogue import Dialogue
-    from infer.loading import choose_setting, load
+    from infer.loading import load_to_decode
     from layerskip.settings import Setting
 
-    loaded = load(ModelOptions.read(arguments), [options.exit_layer])
-    setting = choose_setting(loaded, options.exit_layer, options.num_draft_tokens)
+    loaded, setting = load_to_decode(ModelOptions.read(arguments), options.speculation)
     if definition is not None:
         options = replace(options, grammar=compile_grammar(definition, loaded))
     conversation = Conversation(loaded, setting or Setting(None, 0), options, arguments.system)

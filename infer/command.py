@@ -11,7 +11,7 @@ from infer.errors import InputError
 
 # name -> (module with add_arguments(parser) and run(arguments) -> exit code, one line of help)
 COMMANDS = {
-    "generate": ("infer.generate", "continue one prompt, streamed as it is committed"),
+    "generate": ("infer.generate", "continue one prompt, streamed as it is committed, or a file of them in batches"),
     "chat": ("infer.chat", "talk to a model; the cache is kept between turns"),
     "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
     "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),

@@ -1,4 +1,4 @@
-"""`generate`: continue one prompt, streamed to standard output as it is committed."""
+"""`generate`: continue one prompt, streamed to standard output as it is committed, or those of a file in batches."""
 
 import argparse
 import sys
@@ -8,10 +8,12 @@ from pathlib import Path
 
 from infer.errors import InputError
 from infer.grammar import UNFINISHED, add_grammar_flags, compile_grammar, read_definition
-from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
+from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags, positive
+from infer.prompts import read_every_prompt
 from infer.source import local_folder
 from infer.terminal import Terminal
 
+DEFAULT_BATCH_SIZE = 8
 NO_EXIT = "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft"
 
 
@@ -20,6 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue (default: standard input)")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; its last newline is dropped")
+    group = parser.add_argument_group("many prompts")
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='continue each line of FILE, or of a .jsonl file each {"prompt": ...}; prints a line of JSON for each',
+    )
+    group.add_argument(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help=f"prompts decoded together (default: {DEFAULT_BATCH_SIZE})",
+    )
     add_decoding_flags(parser)
     add_grammar_flags(parser)
     group = parser.add_argument_group("output")
@@ -32,9 +46,34 @@ def run(arguments: argparse.Namespace) -> int:
     options = DecodingOptions.read(arguments)
     local_folder(arguments.model)
     definition = read_definition(arguments)
-    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
+    prompts = read_many(arguments)
     terminal = Terminal(arguments.color)
+    if prompts is not None:
+        from infer.batches import generate_batches  # here, so that wrong flags are told before seconds of imports
+
+        size = arguments.batch_size or DEFAULT_BATCH_SIZE
+        model = ModelOptions.read(arguments)
+        return generate_batches(model, options, prompts, size, terminal, arguments.verbose, definition)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     return generate(ModelOptions.read(arguments), options, prompt, terminal, arguments.verbose, definition)
+
+
+def read_many(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    """The prompts of --prompts; None without it.
+
+    Raises:
+        InputError: if it is given with what goes with a single prompt, or without it what goes with many.
+    """
+    if arguments.prompts is None:
+        if arguments.batch_size is not None:
+            raise InputError(f"--batch-size {arguments.batch_size} goes with --prompts FILE: give it as well")
+        return None
+    for flag, value in (("PROMPT", arguments.prompt), ("--prompt-file", arguments.prompt_file)):
+        if value is not None:
+            raise InputError(f"both {flag} and --prompts are given: give one")
+    if arguments.color:
+        raise InputError("--color shows how one text comes about: leave it out with --prompts")
+    return read_every_prompt(Path(arguments.prompts))
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -80,13 +119,12 @@ def generate(
     """
     import torch  # here, so that wrong flags are told before seconds of imports
 
-    from infer.loading import choose_setting, load
+    from infer.loading import load_to_decode
     from infer.streaming import Splitter, stream
     from infer.tally import Tally
     from layerskip.settings import Setting
 
-    loaded = load(model, [options.exit_layer])
-    setting = choose_setting(loaded, options.exit_layer, options.num_draft_tokens)
+    loaded, setting = load_to_decode(model, options.speculation)
     if setting is None:
         terminal.note(NO_EXIT)
         setting = Setting(None, 0)

@@ -12,13 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from infer.errors import InputError, first_line
-from infer.options import ModelOptions, Tuned
+from infer.options import ModelOptions
 from infer.source import local_folder
+from infer.speculation import SpeculationOptions, Tuned, in_flags
 from layerskip.adapters import adapters_of, find_adapters
 from layerskip.anatomy import check_exit_layer
 from layerskip.machine import fast_dtype
-from layerskip.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
+from layerskip.settings import Setting, resolve_setting, tuned_setting
 from layerskip.stages import Stages
+from layerskip.tree import parse_shape
+from layerskip.vocabulary import find_draft_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -38,8 +41,13 @@ class Loaded:
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) -> Loaded:
+def load(
+    options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = (), needs_vocabulary: bool = True
+) -> Loaded:
     """Load what `options` names; `exit_layers` are those it will be asked to decode with.
+
+    Args:
+        needs_vocabulary: whether a draft vocabulary that the checkpoint names must be there.
 
     Raises:
         InputError: with the reason, before the weights are read wherever the reason is known by then.
@@ -51,7 +59,7 @@ def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) 
     device = _device(options.device)
     config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source)
     _check_exit_layers(config, exit_layers)
-    _check_adapters(config)
+    _check_companions(config, needs_vocabulary)
     tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source)
     _check_vocabulary(config, tokenizer)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -70,26 +78,62 @@ def load(options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = ()) 
     return Loaded(options.model, model, tokenizer)
 
 
-def choose_setting(loaded: Loaded, exit_layer: int | Tuned | None, num_draft_tokens: int | Tuned) -> Setting | None:
+def load_to_decode(options: ModelOptions, speculation: SpeculationOptions) -> tuple[Loaded, Setting | None]:
+    """The model, and what was asked for completed by what it carries; None if that is no exit layer.
+
+    Raises:
+        InputError: before the weights are read wherever the reason is known by then.
+    """
+    if speculation.tree != "tuned":
+        check_tree(speculation.tree)
+    loaded = load(options, [speculation.exit_layer])
+    asked = speculation.setting()
+    return loaded, choose_setting(loaded, asked.pop("exit_layer"), asked.pop("num_draft_tokens"), **asked)
+
+
+def check_tree(tree: str | tuple[int, ...]) -> None:
+    """Raise `InputError` unless trees of this shape can be grown."""
+    try:
+        parse_shape(tree)
+    except ValueError as error:
+        raise InputError(in_flags(error)) from None
+
+
+def choose_setting(
+    loaded: Loaded, exit_layer: int | Tuned | None, num_draft_tokens: int | Tuned, **others: Any
+) -> Setting | None:
     """What was asked for, completed by what the checkpoint carries.
+
+    Args:
+        others: further fields of `Setting`, or "tuned".
 
     Returns:
         None if the exit layer is left to the checkpoint and it carries none.
 
     Raises:
-        InputError: if what the checkpoint carries does not fit it.
+        InputError: if what the checkpoint carries does not fit it or what was asked for.
     """
     try:
-        tuned = tuned_setting(loaded.model)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    if exit_layer == "tuned":
-        if tuned is None:
+        if exit_layer == "tuned" and tuned_setting(loaded.model) is None and others.get("lookup") != "only":
+            _refuse_without_exit(loaded.name, others)
             return None
-        exit_layer = tuned.exit_layer
-    if num_draft_tokens == "tuned":
-        num_draft_tokens = tuned.num_draft_tokens if tuned else DEFAULT_NUM_DRAFT_TOKENS
-    return Setting(exit_layer, num_draft_tokens)
+        asked = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, **others}
+        return resolve_setting(loaded.model, **asked)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(in_flags(error)) from None
+
+
+def _refuse_without_exit(name: str, asked: dict[str, Any]) -> None:
+    """Raise `InputError` if something is asked of an early exit, and there is none."""
+    idle = {"draft_vocabulary": False, "lookup": "off"}
+    for field, value in asked.items():
+        if value not in ("tuned", idle.get(field)):
+            raise InputError(
+                f"--{field.replace('_', '-')} goes with an early exit, and {name} carries no tuned one: "
+                "give --exit-layer as well"
+            )
 
 
 def _name_padding(model: "PreTrainedModel") -> None:
@@ -134,9 +178,11 @@ def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | T
         raise InputError(str(error)) from None
 
 
-def _check_adapters(config: "PretrainedConfig") -> None:
+def _check_companions(config: "PretrainedConfig", needs_vocabulary: bool) -> None:
     try:
         find_adapters(config)
+        if needs_vocabulary:
+            find_draft_vocabulary(config)
     except OSError as error:
         raise InputError(str(error)) from None
 

@@ -72,19 +72,39 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     Raises:
         InputError: naming the line that is something else.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"cannot read prompts from {path}: {reason}") from None
-    texts: dict[str, None] = {}
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            texts[_text(line, f"{path} line {number}")] = None
+    texts = dict.fromkeys(_read_records(path))
     texts.pop("", None)  # as an empty file of a corpus gives
     if not texts:
         raise InputError(f'{path} holds no prompts: write one {{"prompt": "..."}} a line')
     return tuple(texts)
+
+
+def read_every_prompt(path: Path) -> tuple[str, ...]:
+    """All prompts of a file, in order, the same one as often as it is there: the records of a .jsonl file, or the
+    lines of any other; blank lines are passed over.
+
+    Raises:
+        InputError: naming the line that is no prompt, or an empty one.
+    """
+    texts = _read_records(path) if path.suffix == ".jsonl" else [line for line in _read_lines(path) if line.strip()]
+    if not texts:
+        raise InputError(f'{path} holds no prompts: write one a line, in a .jsonl file as {{"prompt": "..."}}')
+    if "" in texts:
+        raise InputError(f"prompt {texts.index('') + 1} of {path} is empty: give at least one character to continue")
+    return tuple(texts)
+
+
+def _read_records(path: Path) -> list[str]:
+    lines = enumerate(_read_lines(path), start=1)
+    return [_text(line, f"{path} line {number}") for number, line in lines if line.strip()]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other separators
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"cannot read prompts from {path}: {reason}") from None
 
 
 def _text(line: str, where: str) -> str:

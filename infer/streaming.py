@@ -30,16 +30,15 @@ def stream(
         InputError: if the prompt is empty or does not fit the model with what is to follow, or the library
             refuses the call (a checkpoint may ask for beam search, for one).
     """
-    _check_room(loaded, len(input_ids), options.max_new_tokens)
+    check_room(loaded, len(input_ids), options.max_new_tokens)
     prompt = torch.tensor([input_ids], device=loaded.model.device)
     pieces = layerskip.stream(
         loaded.model,
         loaded.tokenizer,
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
-        exit_layer=setting.exit_layer,
-        num_draft_tokens=setting.num_draft_tokens,
         cache=cache,
+        **vars(setting),
         **options.generate_arguments(),
     )
     try:
@@ -50,7 +49,8 @@ def stream(
     yield from pieces
 
 
-def _check_room(loaded: Loaded, num_prompt_tokens: int, max_new_tokens: int) -> None:
+def check_room(loaded: Loaded, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raise `InputError` if a prompt is empty, or does not fit the model with what is to follow."""
     if num_prompt_tokens == 0:
         raise InputError("the prompt is empty: give at least one token of text")
     limit = loaded.max_positions

@@ -32,11 +32,15 @@ class Tally:
         """Tokens, speed and the two rates."""
         counts = self.statistics
         speed = counts.num_tokens / self.seconds if self.seconds else float("nan")
-        text = f"{counts.num_tokens} tokens in {self.seconds:.2f} s, {speed:.1f} tokens/s"
+        return f"{counts.num_tokens} tokens in {self.seconds:.2f} s, {speed:.1f} tokens/s, {self.rates()}"
+
+    def rates(self) -> str:
+        """The two rates."""
+        counts = self.statistics
         if counts.num_drafted == 0:
-            return f"{text}, plain decoding"
+            return "plain decoding"
         return (
-            f"{text}, mean_acceptance_length {counts.mean_acceptance_length:.2f}, "
+            f"mean_acceptance_length {counts.mean_acceptance_length:.2f}, "
             f"draft_acceptance_rate {counts.draft_acceptance_rate:.2f}"
         )
 

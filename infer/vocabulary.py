@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from layerskip.draft_head import with_draft_head
     from layerskip.vocabulary import most_frequent, store_draft_vocabulary
 
-    loaded = load(ModelOptions.read(arguments), [arguments.exit_layer])
+    loaded = load(ModelOptions.read(arguments), [arguments.exit_layer], needs_vocabulary=False)
     vocab_size = len(loaded.tokenizer)
     if arguments.size >= vocab_size:
         raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,8 @@ def stream(
         raise ValueError("give either a prompt or input_ids")
     if prompt is not None:
         ids, mask = _encode(tokenizer, [prompt] if isinstance(prompt, str) else prompt)
-        kwargs |= {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        device = cast(torch.device, model.device)
+        kwargs |= {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     if kwargs.get("stop_strings"):
         kwargs.setdefault("tokenizer", tokenizer)
     detokenizers: dict[int, Detokenizer] = {}

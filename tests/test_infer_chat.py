@@ -225,3 +225,11 @@ def test_a_line_that_is_not_utf_8_is_told_and_skipped(tiny_checkpoint):
     )
     assert result.returncode == 0, result.stderr
     assert b"not UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("drafting", [{"tree": (3, 2)}, {"tree": "s3_k2_d4"}, {"lookup": "branch"}])
+def test_a_kept_cache_changes_nothing_however_it_is_drafted(drafting):
+    talk = conversation(TEMPLATE, setting=Setting(2, 3, **drafting))
+    for text in TURNS:
+        prompt = talk.prompt_ids(text)
+        assert answer(talk, text) == fresh(talk, prompt)

@@ -65,6 +65,23 @@ sys.exit(f"imported {heavy}" if heavy else 0)
         (["generate", "{model}", "hi", "--temperature", "nan"], "'nan' is not a number, 0 or more"),
         (["generate", "{model}", "hi", "--temperature", "1", "--top-p", "1.5"], "'1.5' is not a number above 0"),
         (["generate", "{model}", "hi", "--top-k", "5"], "--top-k 5 does nothing at temperature 0"),
+        (["generate", "{model}", "hi", "--tree", "wide"], "--tree: 'wide' is no shape: write s3_k2_d6"),
+        (["generate", "{model}", "hi", "--tree", "3,0"], "--tree: '3,0' is no shape"),
+        (["generate", "{model}", "hi", "--tree", "s2_k2_d9"], "--tree s2_k2_d9: d is the number of tokens verified"),
+        (["generate", "{model}", "hi", "--tree", "40,40"], "--tree (40, 40) has 1640 tokens, more than 256"),
+        (["generate", "{model}", "hi", "--tree", "3,2"], "--tree goes with an early exit, and {model} carries no"),
+        (["generate", "{model}", "hi", "--lookup", "branch"], "--lookup goes with an early exit, and {model} carries"),
+        (["generate", "{model}", "hi", "--lookup", "some"], "invalid choice: 'some'"),
+        (["generate", "{model}", "hi", "--lookup", "hybrid", "--exit-layer", "none"], "--lookup hybrid goes with an"),
+        (["generate", "{model}", "hi", "--tree", "3", "--exit-layer", "none"], "--tree goes with an early exit: leave"),
+        (["generate", "{model}", "hi", "--lookup", "only", "--exit-layer", "2"], "--exit-layer does nothing with --l"),
+        (["generate", "{model}", "hi", "--lookup", "only", "--tree", "2"], "--tree does nothing with --lookup only"),
+        (["generate", "{model}", "hi", "--draft-stop", "1.5"], "--draft-stop: '1.5' is not a number from 0 to 1"),
+        (["generate", "{model}", "hi", "--tree", "2", "--draft-stop", "0.5"], "--draft-stop is of chains"),
+        (["generate", "{model}", "hi", "--tree", "2", "--num-draft-tokens", "5"], "--num-draft-tokens is of chains"),
+        (["generate", "{model}", "hi", "--acceptance", "block"], "--acceptance block does nothing at temperature 0"),
+        (["chat", "{model}", "--acceptance", "coupled", "--temperature", "1"], "with the same seed: add --seed 0"),
+        (["chat", "{model}", "--acceptance", "block", "--temperature", "1", "--tree", "3"], "block judges chains"),
         (["generate", "{model}", "hi", "--dtype", "float8"], "invalid choice: 'float8'"),
         (["generate", "{model}", "hi", "--device", "toaster"], "--device toaster cannot be used here"),
         (["generate", "{model}", "hi", "--exit-layer", "2", "--max-new-tokens", "999"], "the model has 256 positions"),
@@ -88,7 +105,7 @@ def test_errors_are_one_line_that_names_the_way_out(argv, said, tiny_checkpoint,
     argv = [part.format(model=tiny_checkpoint, tmp=tmp_path) for part in argv]
     code, out, err = run(argv, capsys)
     assert code == 2
-    assert said in err
+    assert said.format(model=tiny_checkpoint) in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert out == ""
@@ -123,6 +140,28 @@ def test_damaged_weights_are_refused(tiny_checkpoint, capsys):
     code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "holds no usable causal language model" in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_shape_that_cannot_be_grown_is_refused_before_the_weights_are_read(command, tiny_checkpoint, capsys):
+    (tiny_checkpoint / "model.safetensors").unlink()
+    argv = [command, str(tiny_checkpoint), *(["hi"] if command == "generate" else []), "--exit-layer", "2"]
+    code, _, err = run([*argv, "--tree", "s4_k1_d9"], capsys)
+    assert code == 2
+    assert "--tree s4_k1_d9: d is the number of tokens verified, from s (4) to s x k (4)" in err
+
+
+def test_a_lost_draft_vocabulary_is_refused_before_the_weights_are_read(tiny_checkpoint, tmp_path, capsys):
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    config["layerskip"] = {"draft_vocabulary": {"size": 32}}
+    (tiny_checkpoint / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 200)
+    argv = [str(tiny_checkpoint), "--text", str(tmp_path / "text.txt"), "--size", "32"]
+    assert run(["vocabulary", *argv], capsys)[0] == 0  # which repairs such a checkpoint
+    (tiny_checkpoint / "model.safetensors").unlink()
+    code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no draft_vocabulary.safetensors beside its weights: copy it there" in err
 
 
 def test_lost_exit_adapters_are_refused_before_the_weights_are_read(tiny_checkpoint, capsys):

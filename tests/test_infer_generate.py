@@ -164,3 +164,49 @@ def test_checkpoints_load_in_the_dtype_asked_for(tiny_checkpoint):
     model.save_pretrained(tiny_checkpoint)
     assert load(ModelOptions(str(tiny_checkpoint), dtype="bfloat16")).model.dtype == torch.bfloat16
     assert load(ModelOptions(str(tiny_checkpoint), dtype="float32")).model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--exit-layer", "2", "--tree", "3,2,1"),
+        ("--exit-layer", "2", "--tree", "s3_k2_d5"),
+        ("--exit-layer", "2", "--lookup", "hybrid"),
+        ("--exit-layer", "2", "--lookup", "branch"),
+        ("--lookup", "only"),
+        ("--exit-layer", "2", "--draft-stop", "0.3"),
+    ],
+)
+def test_however_it_is_drafted_the_text_is_the_same(flags, tiny_checkpoint, capsys, monkeypatch):
+    from infer import streaming
+
+    seen: list[Setting] = []
+    original = streaming.stream
+    monkeypatch.setattr(streaming, "stream", lambda *args: (seen.append(args[2]), original(*args))[1])
+    out, _ = generate(tiny_checkpoint, capsys, *flags)
+    assert out == reference(tiny_checkpoint) + "\n"
+    given = {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    expected = {"exit_layer": None, "tree": None, "lookup": "off", "draft_stop": None} | given
+    shown = {name: getattr(seen[0], name) for name in expected}
+    tree = shown["tree"]
+    shown["tree"] = ",".join(map(str, tree)) if isinstance(tree, tuple) else tree
+    assert {name: None if value is None else str(value) for name, value in shown.items()} == expected
+
+
+def test_coupled_samples_are_those_of_plain_decoding_with_the_seed(tiny_checkpoint, capsys):
+    flags = ("--temperature", "1.3", "--acceptance", "coupled", "--seed", "3")
+    plain, _ = generate(tiny_checkpoint, capsys, *flags, "--exit-layer", "none")
+    for drafting in (("--exit-layer", "2"), ("--exit-layer", "3", "--tree", "3,2,1"), ("--lookup", "only")):
+        assert generate(tiny_checkpoint, capsys, *flags, *drafting)[0] == plain
+
+
+def test_the_draft_vocabulary_may_be_left_out(tiny_checkpoint, capsys):
+    from layerskip.vocabulary import store_draft_vocabulary
+
+    store_draft_vocabulary(tiny_checkpoint, torch.arange(3, 7))
+    flags = ("--exit-layer", "3", "--verbose")
+    cut, cut_err = generate(tiny_checkpoint, capsys, *flags)
+    whole, whole_err = generate(tiny_checkpoint, capsys, *flags, "--no-draft-vocabulary")
+    assert cut == whole
+    lengths = [float(re.search(r"mean_acceptance_length (\d\.\d+)", err)[1]) for err in (cut_err, whole_err)]
+    assert lengths[0] < lengths[1]  # four tokens out of three hundred are seldom right

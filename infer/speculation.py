@@ -1,0 +1,153 @@
+"""How to draft: the flags of it, checked before anything is loaded. Nothing here imports torch."""
+
+import argparse
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from infer.errors import InputError
+
+Tuned = Literal["tuned"]
+LOOKUPS = ("off", "only", "hybrid", "branch")
+_DYNAMIC = re.compile(r"s\d+_k\d+_d\d+")
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """What `layerskip.settings.Setting` says in the end; "tuned" is what the checkpoint carries."""
+
+    exit_layer: int | Tuned | None = "tuned"  # layers that draft; None: plain
+    num_draft_tokens: int | Tuned = "tuned"  # most tokens drafted a step by a chain
+    tree: str | tuple[int, ...] | Tuned = "tuned"  # shape of the candidate trees instead of a chain
+    lookup: str = "tuned"  # prompt lookup: one of LOOKUPS
+    draft_stop: float | Tuned = "tuned"  # a chain ends before a token of which the exit is less sure
+    draft_vocabulary: bool | Tuned = "tuned"  # whether the exit's head is cut to the checkpoint's draft vocabulary
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` where a flag contradicts another one, or would do nothing."""
+        given = {flag: value for flag, value in self._flags().items() if value != "tuned"}
+        exits = [flag for flag in ("--tree", "--draft-stop", "--num-draft-tokens") if flag in given]
+        if self.exit_layer is None and (exits or self.lookup in ("hybrid", "branch")):
+            idle = exits[0] if exits else f"--lookup {self.lookup}"
+            raise InputError(f"{idle} goes with an early exit: leave it out, or --exit-layer none")
+        others = [flag for flag in given if flag != "--lookup"]
+        if self.lookup == "only" and others:
+            raise InputError(
+                f"{others[0]} does nothing with --lookup only, where no layer drafts: leave one of the two out"
+            )
+        for flag in ("--num-draft-tokens", "--draft-stop"):
+            if "--tree" in given and flag in given:
+                raise InputError(f"{flag} is of chains, and --tree grows none: leave one of the two out")
+
+    def _flags(self) -> dict[str, Any]:
+        names = ("exit_layer", "num_draft_tokens", "tree", "lookup", "draft_stop")
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return values if self.exit_layer is not None else {**values, "--exit-layer": "tuned"}
+
+    @classmethod
+    def read(cls, arguments: argparse.Namespace) -> "SpeculationOptions":
+        """From the flags of `add_speculation_flags`."""
+        return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+
+    def setting(self) -> dict[str, Any]:
+        """Of each field of a `Setting` its value, or "tuned"."""
+        return asdict(self)
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    """--exit-layer, --num-draft-tokens, and those of `add_drafting_flags`."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--exit-layer",
+        type=exit_layer,
+        default="tuned",
+        metavar="E",
+        help="layers that draft, 1 .. L-1; none: plain decoding (default: what the checkpoint carries)",
+    )
+    group.add_argument(
+        "--num-draft-tokens",
+        type=draft_tokens,
+        default="tuned",
+        metavar="K",
+        help="most tokens drafted a step (default: what the checkpoint carries, else 4)",
+    )
+    group.add_argument(
+        "--tree",
+        type=tree,
+        default="tuned",
+        metavar="SHAPE",
+        help="draft a tree instead of a chain: s3_k2_d6 (3 deep, 2 branches, 6 tokens verified), or its widths: 3,2,1",
+    )
+    group.add_argument(
+        "--lookup",
+        choices=LOOKUPS,
+        default="tuned",
+        help="draft what followed the last tokens before: only; where nothing is found, by the exit (hybrid); or as "
+        "one branch of the exit's tree",
+    )
+    add_drafting_flags(group)
+
+
+def add_drafting_flags(group: Any) -> None:
+    """--draft-stop, --no-draft-vocabulary."""
+    group.add_argument(
+        "--draft-stop",
+        type=probability,
+        default="tuned",
+        metavar="P",
+        help="end a draft before a token of which the exit is less sure than P, 0 to 1",
+    )
+    group.add_argument(
+        "--no-draft-vocabulary",
+        dest="draft_vocabulary",
+        action="store_const",
+        const=False,
+        default="tuned",
+        help="draft with the whole head where the checkpoint has a draft vocabulary",
+    )
+
+
+def in_flags(error: ValueError) -> str:
+    """The library's message with our flags for its arguments: draft_stop=2 becomes --draft-stop 2."""
+    names = "|".join(SpeculationOptions.__dataclass_fields__)
+    text = re.sub(rf"\b({names})='([^']*)'", r"\1 \2", str(error))
+    text = re.sub(rf"\b({names})=", r"\1 ", text)
+    return re.sub(rf"(?<![\w-])({names})\b", lambda found: "--" + found[0].replace("_", "-"), text)
+
+
+def exit_layer(text: str) -> int | Tuned | None:
+    """1 or more; None for "none"; or "tuned"."""
+    if text in ("none", "tuned"):
+        return None if text == "none" else "tuned"
+    return number(text, int, lambda value: value >= 1, "a number of layers, 1 or more, or none")
+
+
+def draft_tokens(text: str) -> int | Tuned:
+    """1 or more, or "tuned"."""
+    return "tuned" if text == "tuned" else number(text, int, lambda value: value >= 1, "a whole number, 1 or more")
+
+
+def tree(text: str) -> str | tuple[int, ...]:
+    """A dynamic shape by its name, or the widths of a static one."""
+    if text == "tuned" or _DYNAMIC.fullmatch(text):
+        return text
+    widths = text.split(",")
+    if not all(width.isdecimal() and int(width) for width in widths):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write s3_k2_d6 (steps, branches, tokens), or 3,2,1")
+    return tuple(map(int, widths))
+
+
+def probability(text: str) -> float | Tuned:
+    """0 to 1, or "tuned"."""
+    return "tuned" if text == "tuned" else number(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def number(text: str, kind: Any, fits: Any, wanted: str) -> Any:
+    """`text` as a number that fits; argparse's error, which names the flag, where it does not."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
