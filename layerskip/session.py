@@ -176,7 +176,7 @@ def prepare_session(
         return session
     # Processors that read the prefix may hold something of every row (the prompts, an index). They are asked row by
     # row, so each row gets its own.
-    given |= {"input_ids": None, "attention_mask": session.attention_mask, "num_return_sequences": 1}
+    given |= {"input_ids": None, "attention_mask": _mask(session), "num_return_sequences": 1}
     configs = [generation_config] * len(session.input_ids)
     return _prepare_rows(model, session.input_ids, drafting, choice, configs, **given)
 
@@ -217,13 +217,19 @@ def _prepare_rows(
         stages=first.stages,
         setting=first.setting,
         input_ids=torch.cat([session.input_ids for session in sessions]),
-        attention_mask=attention_mask,
+        attention_mask=torch.cat([_mask(session) for session in sessions]),
         samplers=[session.samplers[0] for session in sessions],
         stops=[StopRule(session.stops[0].criteria, session.config.max_length) for session in sessions],
         config=longest,
         cache=_new_cache(first.stages, prompts.shape[1], longest.max_length),
         grammar=first.grammar,
     )
+
+
+def _mask(session: Session) -> Tensor:
+    """What was given or found out by transformers, which drops a mask of ones and, asked again without one, would take
+    the padding token in a prompt for padding."""
+    return torch.ones_like(session.input_ids) if session.attention_mask is None else session.attention_mask
 
 
 def _of_row(function: Callable[[int, Tensor], list[int]], row: int, _: int, token_ids: Tensor) -> list[int]:
