@@ -31,6 +31,7 @@ class Anatomy:
         keeps_logits: whether `forward` takes `logits_to_keep`.
         takes_positions: whether `forward` takes `position_ids`.
         sights: how far each layer looks back.
+        num_positions: rows of the model's table of positions; None where positions are computed.
     """
 
     layers_path: tuple[str, ...]
@@ -39,6 +40,7 @@ class Anatomy:
     keeps_logits: bool
     takes_positions: bool
     sights: tuple[Sight, ...]
+    num_positions: int | None
 
 
 _anatomies: weakref.WeakKeyDictionary[nn.Module, Anatomy] = weakref.WeakKeyDictionary()
@@ -61,6 +63,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
             keeps_logits="logits_to_keep" in parameters,
             takes_positions="position_ids" in parameters,
             sights=_sights(model.config.get_text_config(decoder=True), count),
+            num_positions=_num_positions(model),
         )
     return _anatomies[model]
 
@@ -133,6 +136,42 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int) -> N
                 f"decoding to {max_length} tokens crosses {original}, where this model's {kind} positions change: "
                 f"keep prompt and output within {original}, or use model.generate()"
             )
+
+
+def check_positions(model: PreTrainedModel, prompt_length: int, num_new: int) -> None:
+    """Refuse lengths past a table of positions: there, it is an index error (on a GPU, one that ends the process).
+
+    Where positions are computed there is no such end, only a length the model was made for: see `Session.steps`.
+
+    Args:
+        prompt_length: of the longest prompt, padding not counted.
+        num_new: most tokens decoded. The last one is never read, and needs no position.
+
+    Raises:
+        ValueError: if `prompt_length + num_new` tokens need more positions than the model has.
+    """
+    limit = anatomy(model).num_positions
+    if limit is None or prompt_length + num_new - 1 <= limit:
+        return
+    room = limit + 1 - prompt_length
+    way_out = f"set max_new_tokens to at most {room}, or shorten the prompt" if room > 0 else "shorten the prompt"
+    raise ValueError(
+        f"{type(model).__name__} has a table of {limit} positions, and a prompt of {prompt_length} tokens with "
+        f"{num_new} new ones goes past it: {way_out}"
+    )
+
+
+def _num_positions(model: PreTrainedModel) -> int | None:
+    """The config's number, where the decoder has a table of about as many rows: learned ones are an embedding (some
+    models leave its first two rows unused), others a buffer."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    decoder, words = model.get_decoder() or model, model.get_input_embeddings()
+    if limit is None:
+        return None
+    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m is not words]
+    learned = any(limit <= table.num_embeddings <= limit + 2 for table in tables)
+    fixed = any(buffer.dim() == 2 and len(buffer) == limit for buffer in decoder.buffers())
+    return limit if learned or fixed else None
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

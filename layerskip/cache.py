@@ -206,6 +206,29 @@ class RollbackCache(_FullLayersCache):
         return StageCache(self.layers, start, stop, block)
 
 
+def check_own_cache(cache: RollbackCache, num_layers: int, prompts: list[int]) -> RollbackCache:
+    """Return the cache if it can hold the first positions of the prompts (of these lengths, padding not counted).
+
+    Raises:
+        ValueError: with what it holds, and what to give.
+    """
+    if len(prompts) > 1:
+        raise ValueError(f"a cache of one's own goes with a single sequence, not with {len(prompts)}: leave it out")
+    if len(cache.layers) != num_layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {num_layers}: give RollbackCache({num_layers})"
+        )
+    if cache.length >= prompts[0]:
+        raise ValueError(
+            f"the cache holds {cache.length} positions but the prompt has only {prompts[0]}: roll it back "
+            "to at most one less than the prompt"
+        )
+    keys = cache.layers[0].keys
+    if keys is not None and len(keys) != 1:
+        raise ValueError(f"the cache holds {len(keys)} sequences: give one that holds the prompt's alone")
+    return cache
+
+
 class StageCache(_FullLayersCache):
     """A view of a `RollbackCache` for layers [start:stop): the same layer objects, but the questions that
     transformers asks of "the first layer" (how long is the cache, how wide is the mask) are answered by

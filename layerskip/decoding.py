@@ -67,7 +67,7 @@ def decode(
     stops: Stop | Sequence[Stop],
     *,
     drafter: Drafter,
-    max_length: int,
+    max_length: int | Sequence[int],
     cache: RollbackCache,
     contexts: Sequence[Tensor] | None = None,
     keep_scores: bool = False,
@@ -85,7 +85,7 @@ def decode(
         samplers: how tokens are chosen, from draft and target alike: of all rows, or of each.
         stops: where committed tokens are cut and whether a row ends: for all rows, or for each.
         drafter: what proposes.
-        max_length: most tokens of a row in all, prompt (`contexts` where given) included.
+        max_length: most tokens of a row in all, prompt (`contexts` where given) included: of all rows, or of each.
         cache: empty, or for a single row holding the first positions of its prompt.
         contexts: (width,) of each row what logits processors and stops are shown as the prompt, where it is not
             the prompt itself (padding).
@@ -98,15 +98,14 @@ def decode(
         _prefill(stages, rows, cache, prefill_chunk)
         drafter.start(rows)
         while True:
-            rooms = [max_length - rows.committed(row).shape[1] for row in range(len(rows))]
             t0 = perf_counter()
-            draft = drafter.draft(stages, cache, rows, policy, rooms)
+            draft = drafter.draft(stages, cache, rows, policy)
             t1 = perf_counter()
             logits = stages.verify(torch.cat([rows.roots, draft.tokens], dim=1), draft.hidden, cache, draft.block)
             t2 = perf_counter()
             scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
             walk, following = policy.accept(draft, scores, rows)
-            kept, ended = _commit(rows, draft, walk, following, stops, rooms)
+            kept, ended = _commit(rows, draft, walk, following, stops)
             _compact(cache, rows, draft, walk)
             drafter.observe(rows, kept)
             seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
@@ -135,11 +134,11 @@ def _prefill(stages: Stages, rows: Rows, cache: RollbackCache, chunk: int | None
 
 
 def _commit(
-    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Stop | Sequence[Stop], rooms: Sequence[int]
+    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Stop | Sequence[Stop]
 ) -> tuple[list[Tensor], list[bool]]:
     """Commit to every row what was accepted and the token after it, cut by the stop; the (1, n) tokens of each row,
     and whether it ended."""
-    kept, ended = [], []
+    kept, ended, rooms = [], [], rows.rooms
     for row, accepted in enumerate(walk.num_accepted.tolist()):
         nodes = walk.path[row : row + 1, :accepted] - 1  # (1, accepted)
         tokens = draft.tokens[row : row + 1]

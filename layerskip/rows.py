@@ -12,17 +12,21 @@ class Rows:
     """B sequences of unequal length.
 
     Attributes:
+        limit: most tokens of a row in all, without padding. The last one is never read.
         index: for each row still going, which row of the batch it was.
         lengths: (B,) positions that each row has in the cache between two rounds: all its tokens but the last.
+        rooms: tokens that each row may still commit, at least 1.
 
     Args:
         prompts: (length,) token ids of each row, at least one, without padding.
         contexts: (width,) what logits processors and stops are shown as the prompt of each row, padding included.
-        limit: positions that no committed token reaches.
+        limit: most tokens of a row in all, its context counted: of all rows, or of each.
     """
 
-    def __init__(self, prompts: Sequence[Tensor], contexts: Sequence[Tensor], limit: int) -> None:
-        self.limit = limit
+    def __init__(self, prompts: Sequence[Tensor], contexts: Sequence[Tensor], limit: int | Sequence[int]) -> None:
+        self._limits = [limit] * len(prompts) if isinstance(limit, int) else list(limit)
+        rows = zip(self._limits, prompts, contexts, strict=True)
+        self.limit = max(own - len(context) + len(prompt) for own, prompt, context in rows)
         self.index = list(range(len(prompts)))
         self.device = prompts[0].device
         self._in_cache = [len(prompt) - 1 for prompt in prompts]
@@ -36,6 +40,8 @@ class Rows:
 
     def _place(self) -> None:
         self.lengths = torch.tensor(self._in_cache, device=self.device)
+        committed = zip(self.index, self._committed, strict=True)
+        self.rooms = [self._limits[index] - row.shape[1] for index, row in committed]
 
     @property
     def in_cache(self) -> list[int]:
