@@ -281,6 +281,9 @@ def _door(
 ) -> Session:
     """What transformers calls instead of its own decoding loop: keeps what was prepared."""
     _refuse_mode(generation_config)
+    grows = setting.exit_layer is not None and setting.lookup != "only" and not setting.shape.is_chain
+    if grows and choice.acceptance == "block" and generation_config.do_sample:
+        raise ValueError(f"acceptance='block' judges chains, not tree={setting.tree!r}: leave one of the two out")
     batch, width = input_ids.shape
     if width == 0:
         raise ValueError("the prompt is empty: give at least one token, e.g. the tokenizer's bos_token")
