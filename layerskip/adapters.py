@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
 
+from layerskip.companion import find_companion
 from layerskip.settings import carried, carry
 
 ADAPTERS_FILE = "exit_adapters.safetensors"
@@ -114,16 +114,8 @@ def find_adapters(config: PreTrainedConfig) -> Path | None:
     Raises:
         FileNotFoundError: if it is not beside the checkpoint's weights.
     """
-    if not carried(config).get("adapters"):
-        return None
-    source, commit = config._name_or_path, getattr(config, "_commit_hash", None)
-    path = cached_file(source, ADAPTERS_FILE, revision=commit, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        raise FileNotFoundError(
-            f"{source or 'this model'}: its config names exit adapters, but there is no {ADAPTERS_FILE} beside its "
-            "weights: copy it there, or load the checkpoint from where it was trained"
-        )
-    return Path(path)
+    way_out = "copy it there, or load the checkpoint from where it was trained"
+    return find_companion(config, "adapters", ADAPTERS_FILE, way_out)
 
 
 def _load(model: PreTrainedModel) -> Adapters | None:

@@ -2,7 +2,8 @@
 
 A run folder holds an ordinary Hugging Face checkpoint and, where they are known, the numbers of the run:
 
-    config.json              "layerskip": {"recipe": {...}, "exits": {"2": {"loss", "agreement", "overlap"}}}
+    config.json              "layerskip": {"recipe": {...}, "exits": {"2": {"loss", "agreement", "overlap"}},
+                             "draft_vocabulary": {"size": n}}
     generation_config.json   "layerskip": {"exit_layer", "num_draft_tokens"}
     evaluation.json          losses before and after training, every exit, the forecast
     benchmark.json           what `python -m infer benchmark RUN --json RUN/benchmark.json` measured
@@ -84,6 +85,9 @@ def _introduction(name: str, config: dict[str, Any], setting: dict[str, Any], ba
     if setting.get("exit_layer") and num_layers:
         early, drafts = setting["exit_layer"], setting.get("num_draft_tokens")
         text += f" Tuned setting: {early} of {num_layers} layers draft up to {drafts} tokens a step."
+    size = ((config.get("layerskip") or {}).get("draft_vocabulary") or {}).get("size")
+    if size:
+        text += f" The draft's head knows the {size:,} most frequent tokens; the others only the whole model says."
     return text
 
 

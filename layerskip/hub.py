@@ -11,12 +11,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from layerskip.card import HubError, read_json, write_model_card
 
-_ADAPTERS_FILE = "exit_adapters.safetensors"  # layerskip.adapters has it too, and torch
+# Named in config.json by these keys. layerskip.adapters and layerskip.vocabulary have the names too, and torch.
+_COMPANIONS = {"adapters": "exit_adapters.safetensors", "draft_vocabulary": "draft_vocabulary.safetensors"}
 # What is uploaded. All else stays: checkpoints and optimizer states, packed data, logs, and what names local
 # paths (config.yaml, provenance.json).
 _UPLOADED = (
     *("README.md", "LICENSE*", "config.json", "generation_config.json", "model*.safetensors", "*.index.json"),
-    _ADAPTERS_FILE,
+    *_COMPANIONS.values(),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
     *("chat_template*", "evaluation.json", "benchmark.json", "metrics.jsonl", "prompts/*.jsonl"),
 )
@@ -105,8 +106,8 @@ def _check_checkpoint(run_dir: Path) -> None:
         raise HubError(f"{run_dir} holds no config.json: give the folder of a finished run")
     index = read_json(run_dir / "model.safetensors.index.json")
     shards = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
-    if (read_json(run_dir / "config.json").get("layerskip") or {}).get("adapters"):
-        shards.add(_ADAPTERS_FILE)
+    carried = read_json(run_dir / "config.json").get("layerskip") or {}
+    shards.update(file for key, file in _COMPANIONS.items() if carried.get(key))
     missing = sorted(shard for shard in shards if not (run_dir / shard).is_file())
     if missing:
         raise HubError(f"{run_dir} holds no {missing[0]}: only a whole checkpoint in safetensors is uploaded")

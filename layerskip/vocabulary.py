@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
+from layerskip.companion import find_companion
 from layerskip.settings import KEY, carried
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -136,8 +136,10 @@ def draft_vocabulary_of(model: PreTrainedModel) -> Tensor | None:
     """
     if not carried(model.config).get("draft_vocabulary"):
         return None
-    if model not in _loaded or _loaded[model].device != model.device:
-        _loaded[model] = _load(model).to(model.device)
+    if model not in _loaded:
+        _loaded[model] = _load(model)
+    if _loaded[model].device != model.device:
+        _loaded[model] = _loaded[model].to(model.device)
     return _loaded[model]
 
 
@@ -147,16 +149,8 @@ def find_draft_vocabulary(config: PreTrainedConfig) -> Path | None:
     Raises:
         FileNotFoundError: if it is not beside the checkpoint's weights.
     """
-    if not carried(config).get("draft_vocabulary"):
-        return None
-    source, commit = config._name_or_path, getattr(config, "_commit_hash", None)
-    path = cached_file(source, DRAFT_VOCABULARY_FILE, revision=commit, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        raise FileNotFoundError(
-            f"{source or 'this model'}: its config names a draft vocabulary, but there is no {DRAFT_VOCABULARY_FILE} "
-            'beside its weights: copy it there, or take "draft_vocabulary" out of config.json'
-        )
-    return Path(path)
+    way_out = 'copy it there, or take "draft_vocabulary" out of config.json'
+    return find_companion(config, "draft_vocabulary", DRAFT_VOCABULARY_FILE, way_out)
 
 
 def _load(model: PreTrainedModel) -> Tensor:

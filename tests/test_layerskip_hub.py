@@ -12,6 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from layerskip import card, hub
 from layerskip.adapters import ADAPTERS_FILE
 from layerskip.recipe import Recipe
+from layerskip.vocabulary import DRAFT_VOCABULARY_FILE
 
 PUBLISHED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
@@ -236,11 +237,26 @@ def test_a_damaged_record_is_named(run_dir):
         card.model_card(run_dir)
 
 
-def test_a_checkpoint_that_lost_its_exit_adapters_is_not_uploaded(run_dir):
+@pytest.mark.parametrize(
+    ("key", "value", "file"),
+    [
+        ("adapters", {"rank": 4, "exits": [2]}, ADAPTERS_FILE),
+        ("draft_vocabulary", {"size": 64}, DRAFT_VOCABULARY_FILE),
+    ],
+)
+def test_a_checkpoint_that_lost_what_its_config_names_is_not_uploaded(run_dir, key, value, file):
     config = json.loads((run_dir / "config.json").read_text())
-    config["layerskip"]["adapters"] = {"rank": 4, "exits": [2]}
+    config["layerskip"][key] = value
     write(run_dir, "config", config)
-    with pytest.raises(hub.HubError, match=r"holds no exit_adapters\.safetensors"):
+    with pytest.raises(hub.HubError, match=f"holds no {file}"):
         hub.upload_files(run_dir)
-    (run_dir / ADAPTERS_FILE).write_text("{}")
-    assert run_dir / ADAPTERS_FILE in hub.upload_files(run_dir)
+    (run_dir / file).write_text("{}")
+    assert run_dir / file in hub.upload_files(run_dir)
+
+
+def test_the_card_tells_of_a_draft_vocabulary(run_dir):
+    assert "most frequent tokens" not in card.model_card(run_dir)
+    config = json.loads((run_dir / "config.json").read_text())
+    config["layerskip"]["draft_vocabulary"] = {"size": 8192}
+    write(run_dir, "config", config)
+    assert "The draft's head knows the 8,192 most frequent tokens" in card.model_card(run_dir)

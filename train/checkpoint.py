@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator
 
 from layerskip.adapters import save_adapters
+from layerskip.vocabulary import save_draft_vocabulary
 from train.disk import flush, flush_folder, writing
 from train.engine import is_sharded
 from train.errors import TrainingError
@@ -122,6 +123,7 @@ def _write_model(
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     inner.save_pretrained(folder, state_dict=dict(weights))  # a copy: it takes the adapters out
     save_adapters(inner, folder, weights)  # exit adapters, where the recipe trains some
+    save_draft_vocabulary(inner, folder)  # where the model came with one
     tokenizer.save_pretrained(folder)
     if dtype != torch.float32:  # config.json says which dtype the weights are in
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -71,7 +71,7 @@ def open_data(config: TrainConfig, has_boundaries: bool | None = None) -> Data:
     dtype, weights = token_dtype(len(tokenizer)), [source.weight for source in data.all_sources]
     splits = {}
     for split in SPLITS:
-        paths = [_folder(config, number) / f"{split}.bin" for number in range(len(weights))]
+        paths = [source_folder(config, number) / f"{split}.bin" for number in range(len(weights))]
         # Of a small source there may be nothing to hold out, as long as there is of others.
         least = 1 if split == "train" or len(paths) == 1 else 0
         parts = [Blocks(path, dtype, data.sequence_length, has_boundaries, least) for path in paths]
@@ -90,7 +90,7 @@ def _manifest(folder: Path) -> Path:
     return folder / "data" / "manifest.json"
 
 
-def _folder(config: TrainConfig, number: int) -> Path:
+def source_folder(config: TrainConfig, number: int) -> Path:
     """Where the token files of source `number` are: each in a folder of its own, if there are several."""
     folder = config.run.folder / "data"
     return folder / f"source-{number}" if config.data.sources else folder
@@ -110,7 +110,7 @@ def _write_source(
     documents = _keep_held_out(read_documents(source, data.held_out, bad), held_out)
     encoded = encode_documents(documents, tokenizer, template, bad)
     block = data.sequence_length if source.has_answers else None
-    folder, dtype = _folder(config, number), token_dtype(len(tokenizer))
+    folder, dtype = source_folder(config, number), token_dtype(len(tokenizer))
     written = write_tokens(encoded, dtype, folder, block, padding_id(tokenizer))
     notes = [bad.report()]
     if written.num_cut:

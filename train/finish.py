@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from layerskip.anatomy import UnsupportedModelError
 from layerskip.hub import HubError, upload, write_model_card
 from layerskip.settings import Setting, carry, store_setting
+from layerskip.vocabulary import store_draft_vocabulary
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture
@@ -19,6 +21,8 @@ from train.checkpoint import save_model
 from train.config import HubConfig
 from train.console import Reporter
 from train.costs import machine
+from train.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary, record_of
+from train.engine import is_sharded
 from train.evaluate import Evaluation, report
 from train.files import read_json, write_json
 from train.report import try_report
@@ -42,6 +46,8 @@ def is_finished(run: Run) -> bool:
     """Whether `finish` has been through for this number of steps, and exported what `best.export` asks for."""
     record = read_json(run.config.run.folder / _EVALUATION)
     exported = record.get("exported", {}).get("rule") == export_rule(run.config)
+    vocabulary = (record.get("draft_vocabulary") or {}).get("size")
+    exported = exported and vocabulary == run.config.data.draft_vocabulary
     return exported and record.get("steps") == run.progress.step >= run.config.optim.max_steps
 
 
@@ -62,9 +68,11 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     exits = evaluations["test"].record()["exits"]
     kept = ("loss", "agreement", "overlap")
     carry(model.config, exits={e: {name: numbers[name] for name in kept} for e, numbers in exits.items()})
-    _save_finished(run, folder)
+    vocabulary = _choose_vocabulary(run, reporter) if main else None
+    _save_finished(run, folder, vocabulary)
     if main:
         record = _final_record(run, evaluations, setting, exported)
+        record["draft_vocabulary"] = record_of(vocabulary, run.config)
         write_json(folder / _EVALUATION, record)
         _compare(record, run, reporter, tracker)
         write_model_card(folder)
@@ -134,7 +142,23 @@ def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
     }
 
 
-def _save_finished(run: Run, folder: Path) -> None:
+def _choose_vocabulary(run: Run, reporter: Reporter) -> DraftVocabulary | UnsupportedModelError | None:
+    """The draft vocabulary that was asked for; on the first process."""
+    tokenizer, model = run.data.tokenizer, run.accelerator.unwrap_model(run.model)
+    try:
+        found = choose_draft_vocabulary(run.config, tokenizer, model, not is_sharded(run.accelerator))
+    except UnsupportedModelError as error:
+        reporter.say(f"no draft vocabulary: {error}")
+        return error
+    if found is not None:
+        reporter.say(
+            f"draft vocabulary: {len(found.token_ids):,} of {len(tokenizer):,} tokens, "
+            f"{found.coverage:.2%} of the held-out test text"
+        )
+    return found
+
+
+def _save_finished(run: Run, folder: Path, vocabulary: DraftVocabulary | UnsupportedModelError | None) -> None:
     """Write the checkpoint beside, then move its files into the run folder, config.json last."""
     partial = folder / "finished.partial"
     dtype = getattr(torch, run.config.model.save_dtype)
@@ -144,6 +168,8 @@ def _save_finished(run: Run, folder: Path) -> None:
     run.accelerator.wait_for_everyone()
     save_model(run.accelerator, run.model, run.data.tokenizer, partial, dtype)
     if run.accelerator.is_main_process:
+        if isinstance(vocabulary, DraftVocabulary):
+            store_draft_vocabulary(partial, vocabulary.token_ids)
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, folder / path.name)
         partial.rmdir()

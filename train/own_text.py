@@ -18,7 +18,7 @@ from train.engine import autocast, is_sharded
 from train.packing import token_dtype
 from train.setup import Run
 
-_FILE = "own.bin"
+OWN_TEXT = "own.bin"  # in the run's data/
 _PROMPT_SHARE = 4  # the first 1/4 of a block is training text, the rest the model's
 
 
@@ -34,7 +34,7 @@ def open_own_text(run: Run) -> Mixture:
     Every process calls this, at the same step; the first one writes, and a sharded model needs all to run it. A
     resumed run finds the text that was written before.
     """
-    path = run.config.run.folder / "data" / _FILE
+    path = run.config.run.folder / "data" / OWN_TEXT
     is_main, there = run.accelerator.is_main_process, path.is_file()
     run.accelerator.wait_for_everyone()  # until all have looked
     if not there and (is_main or is_sharded(run.accelerator)):

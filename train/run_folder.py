@@ -51,13 +51,14 @@ OUTPUTS = (
         "tokenizer*",
         "special_tokens_map.json",
         "exit_adapters.safetensors",
+        "draft_vocabulary.safetensors",
     ),
 )
 # Settings that may differ between a run and its resumption; all others make it another run.
 _MAY_CHANGE = {
     "run": ("name", "output_dir", "resume", "overwrite", "cpu_threads"),
     "model": ("save_dtype", "gradient_checkpointing", "attn_implementation"),
-    "data": ("evaluation_blocks",),
+    "data": ("evaluation_blocks", "draft_vocabulary"),
     "recipe": ("total_steps",),
     "optim": ("max_steps", "micro_batch_size"),
 }

@@ -16,6 +16,7 @@ import layerskip
 from layerskip.adapters import adapters_of, drop_other_adapters
 from layerskip.anatomy import num_layers
 from layerskip.hub import HubError, check_repo_id
+from layerskip.vocabulary import draft_vocabulary_of
 from train import run_folder
 from train.boundaries import why_not_apart
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
@@ -28,6 +29,7 @@ from train.lora import add_lora, check_lora
 from train.model import build_model, build_model_config, compile_layers, decide_dtypes, fit_vocabulary
 from train.optim import build_optimizer
 from train.trackers import check_trackers
+from train.vocabulary import check_draft_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +77,7 @@ def set_up(config: TrainConfig, argv: Sequence[str]) -> Run:
     accelerator.wait_for_everyone()
     data = open_data(config)
     fit_vocabulary(model_config, data.tokenizer, config)
+    check_draft_vocabulary(config, data.tokenizer)
 
     resumed = latest_checkpoint(config.run.folder)
     model = build_model(config, model_config, resumed)
@@ -115,6 +118,7 @@ def _hang_recipe(
     drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter_rank)
     try:
         adapters_of(model)
+        draft_vocabulary_of(model)  # now: what it resumed from may be pruned by the time it is saved
     except (OSError, ValueError) as error:
         raise TrainingError(str(error)) from None
     try:

@@ -87,6 +87,7 @@ class DataConfig(SourceConfig):
     evaluation_blocks: int = 64  # held-out blocks that an evaluation reads at most
     own_text: float = 0.0  # share of the steps, the last ones; every other reads the model's own text, for the exits
     own_text_rows: int = 128  # blocks of its own text that the model writes for them
+    draft_vocabulary: int | None = None  # tokens the finished checkpoint drafts with, most frequent; null: all
 
     def __post_init__(self) -> None:
         if self.sources:
@@ -96,7 +97,7 @@ class DataConfig(SourceConfig):
         else:
             self.check_source("data")
         check_at_least("data", self, {"sequence_length": 32, "evaluation_blocks": 1, "max_bad_rows": 0})
-        check_at_least("data", self, {"own_text_rows": 2})
+        check_at_least("data", self, {"own_text_rows": 2, "draft_vocabulary": 2})
         check(0 <= self.own_text <= 1, f"data.own_text is {self.own_text}; it is a share of the steps, 0 to 1")
         check(0 < self.held_out <= 0.4, f"data.held_out is {self.held_out}; it must be above 0 and at most 0.4")
 

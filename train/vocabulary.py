@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import TrainConfig
-from train.errors import TrainingError, cannot_load, first_line
+from train.errors import ConfigError, TrainingError, cannot_load, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,16 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
             f"the tokenizer {name!r} has no eos_token; documents are joined with it: set one and save it"
         )
     return tokenizer
+
+
+def check_draft_vocabulary(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise `ConfigError` if `data.draft_vocabulary` is no part of the tokenizer's vocabulary."""
+    size, least = config.data.draft_vocabulary, len(tokenizer.all_special_ids) + 1
+    if size is not None and not least <= size < len(tokenizer):
+        raise ConfigError(
+            f"data.draft_vocabulary is {size}; the tokenizer has {len(tokenizer)} tokens, {least - 1} of them special: "
+            f"choose {least} to {len(tokenizer) - 1}, or null for the whole head"
+        )
 
 
 def padding_id(tokenizer: "PreTrainedTokenizerBase") -> int:
