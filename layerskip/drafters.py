@@ -27,8 +27,8 @@ class Drafter(Protocol):
     def start(self, rows: Rows) -> None:
         """The prompts are known."""
 
-    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
-        """Propose for all rows; rooms are the tokens that each may still commit, at least 1."""
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
+        """Propose for all rows."""
         ...
 
     def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
@@ -41,7 +41,7 @@ class NoDrafter:
     def start(self, rows: Rows) -> None:
         pass
 
-    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         return draft_nothing(rows)
 
     def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
@@ -59,8 +59,8 @@ class ExitDrafter(NoDrafter):
     def __init__(self, shape: Shape, confident: Confident | None = None) -> None:
         self.shape, self.confident = shape, confident
 
-    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
-        return self._grow(stages, cache, rows, policy, self.shape.cut(max(rooms) - 1))
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
+        return self._grow(stages, cache, rows, policy, self.shape.cut(max(rows.rooms) - 1))
 
     def _grow(
         self,
@@ -102,12 +102,12 @@ class LookupDrafter(ExitDrafter):
         for index, new in zip(rows.index, kept, strict=True):
             self._indexes[index].extend(new[0].tolist())
 
-    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         found = [
             self._indexes[index].propose(min(self.num_tokens, room - 1)) if room > 1 else []
-            for index, room in zip(rows.index, rooms, strict=True)
+            for index, room in zip(rows.index, rows.rooms, strict=True)
         ]
-        shape = self.shape.cut(max(rooms) - 1)
+        shape = self.shape.cut(max(rows.rooms) - 1)
         if self.branch and shape.widths and any(found):
             return self._grow(stages, cache, rows, policy, shape, found)
         if all(found) or not shape.widths:
@@ -128,14 +128,14 @@ class ForcedDrafter:
     def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
         self.otherwise.observe(rows, kept)
 
-    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy, rooms: Sequence[int]) -> Draft:
+    def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         forced = [
             self.grammar.forced(rows.committed(row)[0].tolist(), min(self.limit, room - 1)) if room > 2 else []
-            for row, room in enumerate(rooms)
+            for row, room in enumerate(rows.rooms)
         ]
         if all(len(tokens) > 1 for tokens in forced):
             return draft_found(rows, forced)
-        return self.otherwise.draft(stages, cache, rows, policy, rooms)
+        return self.otherwise.draft(stages, cache, rows, policy)
 
 
 def drafter_for(setting: Setting, grammar: GrammarProcessor | None = None) -> Drafter:

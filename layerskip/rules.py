@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.acceptance import Walk, chain_walk, leading_true, walk_chosen, walk_sampled
@@ -89,6 +90,8 @@ class Rejection:
         if deterministic:
             return most_promising(scores, k)
         q = scores.softmax(dim=-1)
+        # Where a draft vocabulary and a processor leave nothing to say, any distribution will do.
+        q = torch.where(q.isnan(), 1 / q.shape[-1], q)
         if k == 1:
             tokens = self.draw(q)[..., None]
         else:  # Gumbel-top-k: in descending order they are draws without replacement
@@ -99,6 +102,9 @@ class Rejection:
 
     def accept(self, draft: Draft, scores: Tensor, places: Places) -> tuple[Walk, Tensor]:
         p = scores.softmax(dim=-1)  # (R, N+1, vocab)
+        if not draft.is_chain:  # after what is not valid processors may leave nothing; it is never asked
+            void = F.pad(~draft.valid, (1, 0))[..., None]
+            p = torch.where(void, 1 / p.shape[-1], p)
         if draft.probabilities is None:
             return follow(draft, self.draw(p))
         uniforms = torch.rand(draft.tokens.shape, device=p.device, generator=self.generator)

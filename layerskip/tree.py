@@ -151,8 +151,10 @@ class Growth:
         own = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(batch, n, n)
         old = torch.cat([self.ancestors, self.ancestors.new_zeros(batch, first, n)], dim=2)
         self.ancestors = torch.cat([old, torch.cat([above, own], dim=2)], dim=1)
-        self.valid = torch.cat([self.valid, valid & self.valid.gather(1, parents)], dim=1)
-        self.depths = torch.cat([self.depths, self.depths.gather(1, parents) + 1], dim=1)
+        depths = self.depths.gather(1, parents) + 1
+        rooms = torch.tensor(self.rows.rooms, device=tokens.device)[:, None]  # (B, 1): what is deeper could not stay
+        self.valid = torch.cat([self.valid, valid & self.valid.gather(1, parents) & (depths < rooms)], dim=1)
+        self.depths = torch.cat([self.depths, depths], dim=1)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
         return slice(first, first + n)

@@ -1,17 +1,33 @@
 """The loop: scripted drafts pin what it commits, chi-square what it samples, invariants what it leaves behind."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from layerskip import decoding
-from layerskip.acceptance import Verdict, accept_sampled
+from layerskip import drafters, rules
+from layerskip.acceptance import walk_sampled
 from layerskip.decoding import decode
-from layerskip.drafting import draft_chain
+from layerskip.drafters import ExitDrafter, LookupDrafter, NoDrafter, is_confident
+from layerskip.drafting import chain_of, draft_chain
 from layerskip.sampling import Sampler
 from layerskip.stages import Stages
+from layerskip.tree import Shape, parse_shape
 from tests import tiny
 from tests.distributions import chi_square_p_value
 from tests.scripted import ScriptedCache, ScriptedStages, random_table
@@ -30,20 +46,27 @@ def say(*tokens: int, vocab: int = 10):
     ).float()
 
 
-def run(target, draft, n, num_draft_tokens, sampler=None, stop=never_stop, prompt=(0,)):
+def chain(num_draft_tokens):
+    return ExitDrafter(Shape((1,) * num_draft_tokens))
+
+
+def run(target, draft, n, num_draft_tokens, sampler=None, stop=never_stop, prompt=(0,), drafter=None):
     stages, cache = ScriptedStages(target, draft), ScriptedCache()
-    steps = list(
-        decode(
-            stages,
-            torch.tensor([prompt]),
-            sampler or Sampler(),
-            stop,
-            num_draft_tokens=num_draft_tokens,
-            max_length=len(prompt) + n,
-            cache=cache,
-        )
-    )
+    drafter = drafter or chain(num_draft_tokens)
+    prompts, max_length = torch.tensor([prompt]), len(prompt) + n
+    decoded = decode(stages, prompts, sampler or Sampler(), stop, drafter=drafter, max_length=max_length, cache=cache)
+    steps = list(decoded)
     return [token for step in steps for token in step.tokens[0].tolist()], steps, stages
+
+
+def run_rows(target, draft, n, sampler, drafter, prompts):
+    """Rows of tokens; `n` new ones for the longest prompt, so that all end at the same length."""
+    stages, cache = ScriptedStages(target, draft), ScriptedCache(len(prompts))
+    rows = [[] for _ in prompts]
+    tensors, longest = [torch.tensor(prompt) for prompt in prompts], max(map(len, prompts)) + n
+    for step in decode(stages, tensors, sampler, never_stop, drafter=drafter, max_length=longest, cache=cache):
+        rows[step.row] += step.tokens[0].tolist()
+    return rows
 
 
 def test_a_draft_that_is_always_right():
@@ -92,49 +115,122 @@ def law_of_three(target, sampler) -> dict[tuple[int, ...], float]:
     for tokens in product(range(V), repeat=3):
         probability, prefix = 1.0, (0,)
         for token in tokens:
-            scores = sampler.scores(target(prefix)[None, None], torch.tensor([prefix]), torch.empty(1, 0).long())
-            probability *= float(sampler.probabilities(scores)[0, 0, token])
+            scores = sampler.process(target(prefix)[None, None], lambda _, prefix=prefix: torch.tensor([prefix]))
+            probability *= float(scores.softmax(-1)[0, 0, token])
             prefix += (token,)
         law[tokens] = probability
     return law
 
 
-def samples_of_three(target, draft, sampler, n, num_draft_tokens=2):
-    return [tuple(run(target, draft, 3, num_draft_tokens, sampler)[0]) for _ in range(n)]
+def samples_of_three(target, draft, sampler, n, num_draft_tokens=2, drafter=None, batch=100):
+    """Continuations of three tokens, many rows at once: rows are independent, which `run_rows` relies on and shows."""
+    drafter = drafter or chain(num_draft_tokens)
+    if batch == 1:
+        return [tuple(run(target, draft, 3, num_draft_tokens, sampler, drafter=drafter)[0]) for _ in range(n)]
+    samplers = sampler if callable(sampler) else lambda _: sampler
+    rounds = [run_rows(target, draft, 3, samplers(i), drafter, [(0,)] * batch) for i in range(n // batch)]
+    return [tuple(row) for rows in rounds for row in rows]
 
 
 SAMPLERS = {
     "plain": LogitsProcessorList(),
     "temperature": LogitsProcessorList([TemperatureLogitsWarper(0.7)]),
     "penalty": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.3)]),
+    "top-k": LogitsProcessorList([TopKLogitsWarper(2)]),
+    "top-p": LogitsProcessorList([TopPLogitsWarper(0.8)]),
+    "min-p": LogitsProcessorList([MinPLogitsWarper(0.3)]),
+    "typical": LogitsProcessorList([TypicalLogitsWarper(0.6)]),
+    "n-gram": LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)]),
+    "bias": LogitsProcessorList([SequenceBiasLogitsProcessor([[[1, 2], 2.0], [[3], -1.0]])]),
+    "bad words": LogitsProcessorList([NoBadWordsLogitsProcessor([[2], [1, 3]])]),
+}
+DRAFTERS = {
+    "chain 1": lambda: chain(1),
+    "chain 3": lambda: chain(3),
+    "tree 2,2": lambda: ExitDrafter(parse_shape((2, 2))),
+    "tree 3,1,1": lambda: ExitDrafter(parse_shape((3, 1, 1))),
+    "dynamic tree": lambda: ExitDrafter(parse_shape("s3_k2_d4")),
+    "lookup": lambda: LookupDrafter(2, None, branch=False),
+    "hybrid": lambda: LookupDrafter(2, Shape((1, 1)), branch=False),
+    "branch": lambda: LookupDrafter(2, parse_shape((2, 1)), branch=True),
+    "stop": lambda: ExitDrafter(Shape((1, 1, 1)), partial(is_confident, threshold=0.5)),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("num_draft_tokens", [1, 3])
-def test_sampled_continuations_have_the_targets_law(name, num_draft_tokens):
+@pytest.mark.parametrize("drafter", ["chain 3", "tree 2,2"])
+def test_sampled_continuations_have_the_targets_law(name, drafter):
     target, draft = random_table(V, seed=1), random_table(V, seed=2)
     sampler = Sampler(SAMPLERS[name], do_sample=True)
-    samples = samples_of_three(target, draft, sampler, 2500, num_draft_tokens)
+    samples = samples_of_three(target, draft, sampler, 3000, drafter=DRAFTERS[drafter]())
     assert chi_square_p_value(samples, law_of_three(target, sampler)) > 1e-4
 
 
-def wrong_residual(monkeypatch):
-    def rule(tokens, q, p, uniforms):
-        verdict = accept_sampled(tokens, q, p, uniforms)
-        return Verdict(verdict.num_accepted, p[torch.arange(len(p)), verdict.num_accepted])
+@pytest.mark.parametrize("acceptance", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_under_every_rule_has_the_targets_law(drafter, acceptance):
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    processors = SAMPLERS["penalty"]
 
-    monkeypatch.setattr(decoding, "accept_sampled", rule)
+    def sampler(i):
+        return Sampler(processors, do_sample=True, acceptance=acceptance, seeds=tuple(range(100 * i, 100 * i + 100)))
+
+    samples = samples_of_three(target, draft, sampler, 3000, drafter=DRAFTERS[drafter]())
+    assert chi_square_p_value(samples, law_of_three(target, sampler(0))) > 1e-4
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_single_row_has_the_targets_law(acceptance):
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    sampler = Sampler(SAMPLERS["temperature"], do_sample=True, acceptance=acceptance)
+    samples = samples_of_three(target, draft, sampler, 1500, 2, batch=1)
+    assert chi_square_p_value(samples, law_of_three(target, sampler)) > 1e-4
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_say_what_they_say_alone(drafter, seed):
+    """Greedy and coupled rows side by side, prompts of unequal length: each as in plain decoding by itself."""
+    target, draft = random_table(8, seed=seed), random_table(8, seed=seed + 50, sharpness=1.0)
+    prompts = [(1, 2, 3), (4,), (5, 6, 5, 6, 5), (7, 7)]
+    coupled = Sampler(do_sample=True, acceptance="coupled", seeds=(3, 4, 5, 6))
+    samplers = [Sampler(), coupled, Sampler(SAMPLERS["penalty"]), coupled]
+    rows = run_rows(target, draft, 12, samplers, DRAFTERS[drafter](), prompts)
+    longest = max(map(len, prompts)) + 12
+    for i, prompt in enumerate(prompts):
+        alone = Sampler(do_sample=True, acceptance="coupled", seeds=(3 + i,)) if samplers[i] is coupled else samplers[i]
+        expected = run(target, draft, longest - len(prompt), 0, alone, prompt=prompt, drafter=NoDrafter())[0]
+        assert rows[i] == expected
+
+
+def test_rejection_accepts_more_with_a_tree_and_with_a_better_draft():
+    """At equal depth: a second child can only help; the target's own distribution is always accepted."""
+    target, draft = random_table(V, seed=1), random_table(V, seed=2)
+    sampler = Sampler(do_sample=True)
+
+    def accepted(draft, drafter):
+        return sum(run(target, draft, 3, 0, sampler, drafter=drafter)[1][0].num_accepted for _ in range(300)) / 300
+
+    narrow, wide = accepted(draft, chain(2)), accepted(draft, ExitDrafter(parse_shape((2, 2))))
+    assert narrow < wide < accepted(target, chain(2)) == 2
+
+
+def wrong_residual(monkeypatch):
+    def rule(tokens, parents, valid, q, p, uniforms):
+        walk, _ = walk_sampled(tokens, parents, valid, q, p, uniforms)
+        return walk, p[torch.arange(len(p)), walk.last]
+
+    monkeypatch.setattr(rules, "walk_sampled", rule)
 
 
 def q_at_another_temperature(monkeypatch):
     def chain(*args):
         draft = draft_chain(*args)
-        if draft.probabilities is None:
-            return draft
-        return draft._replace(probabilities=(draft.probabilities.log() / 0.6).softmax(-1))
+        if draft.probabilities is not None:
+            draft.probabilities = (draft.probabilities.log() / 0.6).softmax(-1)
+        return draft
 
-    monkeypatch.setattr(decoding, "draft_chain", chain)
+    monkeypatch.setattr(drafters, "draft_chain", chain)
 
 
 def draft_dropped_for_its_own_value(monkeypatch):
@@ -146,15 +242,11 @@ def draft_dropped_for_its_own_value(monkeypatch):
             return draft
         likely = draft.probabilities.gather(2, draft.tokens[..., None])[0, :, 0] > 0.4
         n = int(likely.long().cumprod(0).sum())
-        cache = args[1]
-        cache.early[:] = cache.early[: len(cache.late) + n + 1]
-        return draft._replace(
-            tokens=draft.tokens[:, :n],
-            probabilities=draft.probabilities[:, :n],
-            hidden=draft.hidden[:, : n + 1],
-        )
+        cache, rows = args[1], args[2]
+        del cache.early[0][len(cache.late[0]) + n + 1 :]
+        return chain_of(rows, draft.tokens[:, :n], draft.hidden[:, : n + 1], draft.probabilities[:, :n])
 
-    monkeypatch.setattr(decoding, "draft_chain", chain)
+    monkeypatch.setattr(drafters, "draft_chain", chain)
 
 
 @pytest.mark.parametrize("plant", [wrong_residual, q_at_another_temperature, draft_dropped_for_its_own_value])
@@ -162,7 +254,7 @@ def test_the_same_test_refuses_planted_bugs(monkeypatch, plant):
     target, draft = random_table(V, seed=1), random_table(V, seed=2)
     sampler = Sampler(do_sample=True)
     plant(monkeypatch)
-    samples = samples_of_three(target, draft, sampler, 2500)
+    samples = samples_of_three(target, draft, sampler, 2500, batch=1)
     assert chi_square_p_value(samples, law_of_three(target, sampler)) < 1e-6
 
 
@@ -185,7 +277,7 @@ def test_a_real_models_continuations_have_its_law():
             torch.tensor([[0]]),
             sampler,
             never_stop,
-            num_draft_tokens=2,
+            drafter=chain(2),
             max_length=4,
             cache=stages.new_cache(8),
         )
@@ -209,14 +301,14 @@ def test_a_seeded_generator_reproduces():
 def test_an_abandoned_generator_leaves_a_consistent_cache(tiny_llama, abandon_after):
     stages = Stages(tiny_llama, 2)
     cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
-    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    steps = decode(stages, prompt, Sampler(), never_stop, drafter=chain(3), max_length=60, cache=cache)
     committed = prompt
     for _ in range(abandon_after):
         committed = torch.cat([committed, next(steps).tokens], dim=1)
     steps.close()
     assert cache.length == (committed.shape[1] - 1 if abandon_after else 0)
     # What it holds is right: decoding on from it gives what decoding from nothing gives.
-    again = decode(stages, committed, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    again = decode(stages, committed, Sampler(), never_stop, drafter=chain(3), max_length=60, cache=cache)
     whole = torch.cat([committed, *[step.tokens for step in again]], dim=1)
     expected = tiny_llama.generate(
         prompt, do_sample=False, max_length=60, eos_token_id=None, attention_mask=torch.ones_like(prompt)
@@ -227,7 +319,7 @@ def test_an_abandoned_generator_leaves_a_consistent_cache(tiny_llama, abandon_af
 def test_an_error_inside_a_round_leaves_a_consistent_cache(tiny_llama, monkeypatch):
     stages = Stages(tiny_llama, 2)
     cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
-    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    steps = decode(stages, prompt, Sampler(), never_stop, drafter=chain(3), max_length=60, cache=cache)
     n = 6 + next(steps).tokens.shape[1]
     monkeypatch.setattr(stages, "verify", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
@@ -240,7 +332,7 @@ def test_an_error_inside_the_prefill_leaves_a_consistent_cache(tiny_llama):
     cache, prompt = stages.new_cache(4), torch.randint(3, 64, (1, 6))
     stages.prefill(prompt[:, :2], cache)
     hook = tiny_llama.model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
-    steps = decode(stages, prompt, Sampler(), never_stop, num_draft_tokens=3, max_length=60, cache=cache)
+    steps = decode(stages, prompt, Sampler(), never_stop, drafter=chain(3), max_length=60, cache=cache)
     with pytest.raises(MemoryError):
         next(steps)
     hook.remove()
@@ -254,7 +346,7 @@ def test_gradients_stay_as_the_caller_had_them(tiny_llama):
         torch.randint(3, 64, (1, 6)),
         Sampler(),
         never_stop,
-        num_draft_tokens=2,
+        drafter=chain(2),
         max_length=20,
         cache=stages.new_cache(),
     )
