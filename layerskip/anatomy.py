@@ -72,12 +72,13 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT, torch.compile or (D)DP wrapper.
 
     Raises:
-        UnsupportedModelError: if there is no causal LM inside.
+        UnsupportedModelError: if there is no causal LM inside, or an adapter that is not in its layers.
     """
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]
         elif hasattr(model, "get_base_model"):
+            _refuse_adapter(model)
             model = model.get_base_model()  # type: ignore[operator]
         elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):
             model = model.module  # type: ignore[assignment]
@@ -88,6 +89,20 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers causal LM: load one with AutoModelForCausalLM"
         )
     return model
+
+
+def _refuse_adapter(model: nn.Module) -> None:
+    """What a PEFT wrapper does around the model's forward (virtual tokens, gates over the whole prompt) is not in the
+    layers, and would be lost."""
+    config = getattr(model, "active_peft_config", None)
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    activated = bool(getattr(config, "alora_invocation_tokens", None))
+    if getattr(config, "is_prompt_learning", False) or kind in ("XLORA", "POLY") or activated:
+        kind = f"activated {kind}" if activated else kind
+        raise UnsupportedModelError(
+            f"a {kind} adapter works around the model's forward, not in its layers: use model.generate(), or an "
+            "adapter of the layers such as LoRA"
+        )
 
 
 def num_layers(model: PreTrainedModel) -> int:

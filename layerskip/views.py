@@ -86,7 +86,8 @@ class Placed(StandIn):
         if self.here.block is not None:
             hidden = args[0] if args else kwargs["hidden_states"]
             mask = self.here.block.mask(self.sight, hidden.dtype).to(hidden.device)
-            place = _mask_place(type(layer))  # type: ignore[arg-type]
+            inside = getattr(layer, "_orig_mod", layer)  # of a compiled one
+            place = _mask_place(type(inside))  # type: ignore[arg-type]
             if place < len(args):
                 args = (*args[:place], mask, *args[place + 1 :])
             else:
@@ -135,7 +136,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     copy.__dict__["_modules"] = dict(module._modules)
     # A forward put here by others (accelerate's dispatch, a compiled one) would run the original's layers, and
     # hooks on the whole model are about the whole model. Layers are not copied: they keep theirs.
-    copy.__dict__.pop("forward", None)
+    for name in ("forward", "_compiled_call_impl"):  # the second: of model.compile()
+        copy.__dict__.pop(name, None)
     for name in list(copy.__dict__):
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and name.startswith("_"):
             copy.__dict__[name] = type(copy.__dict__[name])()
