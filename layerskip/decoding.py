@@ -94,6 +94,7 @@ def decode(
     """
     policy = Policy(samplers)
     rows = Rows(list(prompts), list(prompts if contexts is None else contexts), max_length)
+    held = max(rows.in_cache)  # positions that are right, wherever a round is broken off
     try:
         _prefill(stages, rows, cache, prefill_chunk)
         drafter.start(rows)
@@ -116,11 +117,12 @@ def decode(
                 cache.select(torch.tensor(going, device=rows.device))
                 rows.keep(going)
                 cache.rollback(max(rows.in_cache))
+            held = max(rows.in_cache)
             yield from steps
             if not going:
                 return
     finally:
-        cache.rollback(max(rows.in_cache))
+        cache.rollback(held)
 
 
 def _prefill(stages: Stages, rows: Rows, cache: RollbackCache, chunk: int | None) -> None:
