@@ -1,6 +1,6 @@
-"""The ways to decode that a benchmark compares: the same prompt and arguments in, new tokens out."""
+"""The ways to decode that a benchmark compares: the same prompts and arguments in, new tokens out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ from layerskip.anatomy import decoder_layers
 from layerskip.settings import Setting
 from layerskip.stats import Statistics
 
-# (model, prompt (1, length), arguments of generate) -> sequences (1, length + n), what was counted if it was
+# (model, prompts (B, length), arguments of generate) -> sequences (B, length + n), what was counted if it was.
+# Without an attention mask among the arguments nothing is padding.
 Decode = Callable[[PreTrainedModel, Tensor, dict[str, Any]], tuple[Tensor, Statistics | None]]
 
 
@@ -40,31 +41,55 @@ class Output:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to decode; `setting` is None where there is nothing to set."""
+    """A way to decode; `setting` is None where there is nothing to set.
+
+    Attributes:
+        second_cache: whether drafts have keys and values of their own, beside the model's.
+    """
 
     name: str
     decode: Decode
     setting: Setting | None = None
+    second_cache: bool = False
+
+    @property
+    def drafts(self) -> str:
+        """What is drafted in a step, for people."""
+        setting = self.setting
+        if setting is None:
+            return "-"
+        tree = (
+            setting.tree if setting.tree is None or isinstance(setting.tree, str) else ",".join(map(str, setting.tree))
+        )
+        own = str(setting.num_draft_tokens) if tree is None else tree
+        found = f"lookup {setting.num_lookup_tokens}"
+        return {"off": own, "only": found}.get(setting.lookup, f"{own}, {found}")
 
     @property
     def label(self) -> str:
         """The name with the setting, for people."""
-        if self.setting is None:
-            return self.name
-        return f"{self.name} {self.setting.exit_layer}/{self.setting.num_draft_tokens}"
+        return self.name if self.setting is None else f"{self.name} {self.setting.exit_layer or '-'}/{self.drafts}"
 
     def run(self, model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) -> Output:
         """Decode from a (1, length) prompt, timed; the device has finished before the clock is read."""
-        on_gpu = prompt.device.type == "cuda"
+        return self.run_batch(model, prompt, arguments)[0]
+
+    def run_batch(self, model: PreTrainedModel, prompts: Tensor, arguments: dict[str, Any]) -> list[Output]:
+        """Decode from (B, length) prompts, timed: an output for each row, whose seconds, statistics and bytes are the
+        whole batch's. What fills a row up behind its end is cut off."""
+        on_gpu = prompts.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(prompt.device)
-        _synchronize(prompt.device)
+            torch.cuda.reset_peak_memory_stats(prompts.device)
+        _synchronize(prompts.device)
         start = perf_counter()
-        sequences, statistics = self.decode(model, prompt, arguments)
-        _synchronize(prompt.device)
+        sequences, statistics = self.decode(model, prompts, arguments)
+        _synchronize(prompts.device)
         seconds = perf_counter() - start
-        peak = torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None
-        return Output(sequences[0, prompt.shape[1] :].tolist(), seconds, statistics, peak)
+        peak = torch.cuda.max_memory_allocated(prompts.device) if on_gpu else None
+        rows = sequences[:, prompts.shape[1] :].tolist()
+        ends = model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        return [Output(_until_end(row, ends), seconds, statistics, peak) for row in rows]
 
 
 def plain() -> Arm:
@@ -77,14 +102,23 @@ def plain_loop() -> Arm:
     return Arm("plain loop", partial(_layerskip, setting=Setting(None, 0)))
 
 
-def self_speculative(setting: Setting) -> Arm:
-    """This kit's decoding."""
-    return Arm("self-speculative", partial(_layerskip, setting=setting), setting)
+def self_speculative(setting: Setting, name: str = "self-speculative", **arguments: Any) -> Arm:
+    """This kit's decoding; `arguments` are further ones of `layerskip.generate`."""
+    return Arm(name, partial(_layerskip, setting=setting, **arguments), setting)
+
+
+def coupled(setting: Setting) -> Arm:
+    """The same with noise that plain decoding shares, from the seed that torch was given for the call."""
+
+    def decode(model: PreTrainedModel, prompts: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Statistics | None]:
+        return _layerskip(model, prompts, arguments, setting, acceptance="coupled", seed=torch.initial_seed())
+
+    return Arm("coupled", decode, setting)
 
 
 def assistant_early_exit(setting: Setting) -> Arm:
     """transformers' own early-exit drafts, with the same number of drafted tokens every round."""
-    return Arm("assistant_early_exit", partial(_assistant_early_exit, setting=setting), setting)
+    return Arm("assistant_early_exit", partial(_assistant_early_exit, setting=setting), setting, second_cache=True)
 
 
 def _plain(model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, None]:
@@ -92,17 +126,10 @@ def _plain(model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) ->
 
 
 def _layerskip(
-    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting
+    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting, **others: Any
 ) -> tuple[Tensor, Statistics | None]:
-    output = layerskip.generate(
-        model,
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        exit_layer=setting.exit_layer,
-        num_draft_tokens=setting.num_draft_tokens,
-        return_dict_in_generate=True,
-        **arguments,
-    )
+    arguments = {"attention_mask": torch.ones_like(prompt), **arguments, **others, **vars(setting)}
+    output = layerskip.generate(model, prompt, return_dict_in_generate=True, **arguments)
     assert isinstance(output, layerskip.SelfSpeculativeOutput)
     return cast(Tensor, output.sequences), output.statistics
 
@@ -120,7 +147,7 @@ def _assistant_early_exit(
 
 
 def _generate(model: PreTrainedModel, prompt: Tensor, **arguments: Any) -> Any:
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)  # type: ignore[operator]
+    return model.generate(prompt, **{"attention_mask": torch.ones_like(prompt), **arguments})  # type: ignore[operator]
 
 
 @contextmanager
@@ -161,6 +188,12 @@ def _count_passes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _until_end(tokens: list[int], ends: Sequence[int | None]) -> list[int]:
+    """The tokens up to the first that ends a text, which is among them."""
+    first = next((place for place, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return tokens[:first]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -34,9 +34,10 @@ def conditions(model: PreTrainedModel) -> dict[str, Any]:
 def describe(found: dict[str, Any]) -> str:
     """The same as one line for people."""
     device = found["cpu"] if found["device"] == "cpu" else f"{found['device']} ({found['cpu']})"
+    batch = "" if found["batch_size"] is None else f", batch {found['batch_size']}"
     commit, _, dirty = (found["commit"] or "unknown").partition("-")
     return (
-        f"{device}, {found['threads']} threads, {found['dtype']}, batch 1, eager, torch {found['torch']}, "
+        f"{device}, {found['threads']} threads, {found['dtype']}{batch}, eager, torch {found['torch']}, "
         f"transformers {found['transformers']}, commit {commit[:12]}{dirty and '-' + dirty}"
     )
 

@@ -75,6 +75,13 @@ class Measured:
         peaks = [output.peak_bytes for row in self.outputs for output in row if output.peak_bytes is not None]
         return max(peaks, default=None)
 
+    def longest(self, prompts: Sequence[Tensor]) -> int:
+        """Most positions that the cache of a sequence held: of prompt and output, all but the last."""
+        pairs = [
+            (prompt.shape[1], len(o.tokens)) for row in self.outputs for prompt, o in zip(prompts, row, strict=True)
+        ]
+        return max((length + new - 1 for length, new in pairs), default=0)
+
     def speedup(self, baseline: "Measured") -> float:
         """Tokens per second over the baseline's."""
         return self.tokens_per_second / baseline.tokens_per_second

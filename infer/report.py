@@ -6,6 +6,7 @@ from typing import Any
 
 from infer.differences import Difference
 from infer.measurement import Measured
+from infer.memory import KeyValueBytes
 
 # spread: least and most speedup of a repeat; accepted: mean acceptance length, tokens a verify step commits;
 # acceptance: draft acceptance rate; equal: outputs equal to the baseline's, of all; last: shares of the time.
@@ -13,19 +14,32 @@ COLUMNS = (
     *("arm", "exit", "drafts", "tokens", "tokens/s", "speedup", "median", "spread"),
     *("accepted", "acceptance", "equal", "draft/verify/rollback"),
 )
+MEMORY_COLUMNS = ("arm", "KV cache MiB", "for speculation", "share", "GPU peak MiB")
+MEMORY_NOTE = (
+    "KV cache: keys and values of the longest sequence. The early layers' exist once, for draft and verification: "
+    "self-speculation adds the slots of one draft; assistant_early_exit keeps a second cache of the early "
+    "layers. GPU peak: weights included; a CPU's peak is the whole process's, not one arm's."
+)
 
 
-def record(measured: Measured, baseline: Measured, differences: Sequence[Difference | None] | None) -> dict[str, Any]:
+def record(
+    measured: Measured,
+    baseline: Measured,
+    differences: Sequence[Difference | None] | None,
+    memory: KeyValueBytes | None = None,
+) -> dict[str, Any]:
     """One arm, for JSON: rates and speedups are None where there is nothing to divide.
 
     Args:
         differences: from the baseline's output, for each prompt; None where outputs are sampled.
+        memory: of its longest sequence.
     """
     setting = measured.arm.setting
     result: dict[str, Any] = {
         "arm": measured.arm.name,
         "exit_layer": setting.exit_layer if setting else None,
         "num_draft_tokens": setting.num_draft_tokens if setting else None,
+        "drafts": measured.arm.drafts if setting else None,
         "error": measured.error,
     }
     if measured.error is not None:
@@ -35,6 +49,8 @@ def record(measured: Measured, baseline: Measured, differences: Sequence[Differe
         "seconds": round(measured.seconds, 4),
         "tokens_per_second": round(measured.tokens_per_second, 3),
         "peak_bytes": measured.peak_bytes,
+        "kv_cache_bytes": memory.total if memory else None,
+        "kv_cache_speculation_bytes": memory.speculation if memory else None,
         **_statistics(measured),
     }
     if baseline.error is None:
@@ -77,7 +93,7 @@ def _statistics(measured: Measured) -> dict[str, Any]:
 
 def row(record: dict[str, Any]) -> list[str]:
     """One arm's record, for the table whose columns are `COLUMNS`."""
-    head = [record["arm"], _text(record["exit_layer"]), _text(record["num_draft_tokens"])]
+    head = [record["arm"], _text(record["exit_layer"]), _text(record["drafts"])]
     if record["error"] is not None:
         return [f"{head[0]}: failed, {record['error']}", *head[1:], *["-"] * (len(COLUMNS) - 3)]
     spread = record.get("speedup_by_repeat")
@@ -97,6 +113,14 @@ def row(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def memory_row(record: dict[str, Any]) -> list[str]:
+    """One arm's record, for the table whose columns are `MEMORY_COLUMNS`."""
+    total, extra = record.get("kv_cache_bytes"), record.get("kv_cache_speculation_bytes") or 0
+    cells = ["-"] * 3 if not total else [f"{total / 2**20:.3f}", f"{extra / 2**20:.3f}", f"{extra / total:.1%}"]
+    peak = record.get("peak_bytes")
+    return [record["arm"], *cells, "-" if peak is None else f"{peak / 2**20:.0f}"]
+
+
 def explain(record: dict[str, Any]) -> list[str]:
     """A line for each output of an arm that is not the baseline's."""
     return [
@@ -111,5 +135,5 @@ def _finite(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
 
 
-def _text(value: float | None, form: str = "") -> str:
+def _text(value: float | str | None, form: str = "") -> str:
     return "-" if value is None else format(value, form)

@@ -2,19 +2,26 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infer.arms import Arm, assistant_early_exit, plain, plain_loop, self_speculative
+import layerskip
+from infer.arms import Arm, assistant_early_exit, coupled, plain, plain_loop, self_speculative
+from infer.batch_benchmark import make_batches, pays_until
 from infer.command import main
 from infer.differences import first_difference
 from infer.measurement import Measured, Protocol, best, measure
+from infer.memory import bytes_by_layer, key_value_bytes, slots
 from infer.options import DecodingOptions
 from infer.prompts import BUILT_IN, find_prompts, read_prompts
 from infer.report import COLUMNS, record, row
-from layerskip import decoding
+from layerskip import rules
+from layerskip.acceptance import chain_walk
 from layerskip.settings import Setting
+from layerskip.stages import Stages
 from tests import tiny
 
 ARMS = ["plain", "plain loop", "self-speculative", "assistant_early_exit"]
@@ -109,10 +116,11 @@ def test_check_passes_an_exact_engine(tiny_checkpoint, capsys):
 
 
 def test_check_catches_a_rule_that_accepts_too_much(tiny_checkpoint, capsys, monkeypatch):
-    def accept_all(drafted, target):
-        return torch.tensor(drafted.shape[1]), target[:, -1:]
+    def accept_all(draft, chosen):
+        batch, n = draft.tokens.shape
+        return chain_walk(torch.full((batch,), n), n), chosen[:, -1]
 
-    monkeypatch.setattr(decoding, "accept_greedy", accept_all)
+    monkeypatch.setattr(rules, "follow", accept_all)
     shown, result = benchmark(tiny_checkpoint, capsys, "--check", "--exit-layers", "1", code=1)
     assert result["exact"] is False
     assert result["check"][0]["equal_outputs"] == 0
@@ -263,3 +271,220 @@ def test_rates_that_are_not_numbers_are_null(model):
     assert math.isnan(measured[1].statistics.draft_acceptance_rate)
     assert result["draft_acceptance_rate"] is None
     assert result["mean_acceptance_length"] == 1
+
+
+def test_any_arms_in_one_run_and_all_greedy_ones_are_exact(tiny_checkpoint, capsys):
+    flags = ("--exit-layers", "2", "--num-draft-tokens", "3", "--repeats", "1", "--sampled", "--tree", "3,2")
+    names = "tree,hybrid,lookup,branch,block,coupled,chain"
+    shown, result = benchmark(tiny_checkpoint, capsys, *flags, "--arms", names)
+    greedy = ["plain", "tree", "lookup hybrid", "lookup only", "lookup branch", "self-speculative"]
+    assert [arm["arm"] for arm in result["greedy"]] == greedy
+    assert [arm["arm"] for arm in result["sampled"]] == [*greedy[:5], "block", "coupled", greedy[5]]
+    assert [arm["error"] for arm in [*result["greedy"], *result["sampled"]]] == [None] * 14
+    assert all(arm["equal_outputs"] == 2 for arm in result["greedy"])
+    drafts = {arm["arm"]: arm["drafts"] for arm in result["greedy"]}
+    assert drafts["tree"] == "3,2"
+    assert drafts["lookup branch"] == "3, lookup 8"
+    assert drafts["lookup only"] == "lookup 8"
+    assert "lookup branch" in shown
+
+
+def test_flags_of_one_draft_add_its_arm_to_the_usual_ones(tiny_checkpoint, capsys):
+    flags = ("--exit-layers", "2", "--repeats", "1", "--tree", "s2_k2_d3", "--lookup", "only", "--draft-stop", "0.2")
+    _, result = benchmark(tiny_checkpoint, capsys, *flags)
+    assert [arm["arm"] for arm in result["greedy"]] == [*ARMS, "tree", "lookup only"]
+    assert [arm["error"] for arm in result["greedy"]] == [None] * 6
+
+
+def test_coupled_outputs_are_those_of_plain_decoding_with_the_noise(tiny_checkpoint):
+    model = tiny.llama()
+    model.generation_config.eos_token_id = None
+    arguments = DecodingOptions(max_new_tokens=12, temperature=1.3).generate_arguments()
+    outputs = []
+    for setting in (Setting(2, 4), Setting(None, 0), Setting(3, 2)):
+        torch.manual_seed(11)
+        outputs.append(coupled(setting).run(model, prompts()[0], arguments).tokens)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_trees_are_chosen_on_validation_prompts_too(tiny_checkpoint, capsys):
+    flags = ("--exit-layers", "2", "--repeats", "1", "--arms", "tree", "--tree", "2", "--tree", "s2_k2_d3")
+    _, result = benchmark(tiny_checkpoint, capsys, *flags)
+    assert [arm["drafts"] for arm in result["validation"]] == [None, "2", "s2_k2_d3"]
+    fastest = max(result["validation"][1:], key=lambda arm: arm["tokens_per_second"])
+    assert result["greedy"][1]["drafts"] == fastest["drafts"]
+
+
+def test_check_covers_trees_and_lookups(tiny_checkpoint, capsys):
+    flags = ("--check", "--exit-layers", "1", "--arms", "chain,tree,hybrid,lookup,branch", "--tree", "3,2,1")
+    shown, result = benchmark(tiny_checkpoint, capsys, *flags)
+    assert result["exact"] is True
+    assert len(result["check"]) == 5
+    assert shown.count("2 of 2 greedy float32 outputs equal") == 5
+
+
+def test_equal_budgets_verify_as_many_tokens(tiny_checkpoint, capsys):
+    flags = ("--equal-budget", "--exit-layers", "2", "--num-draft-tokens", "3,4", "--repeats", "1")
+    shown, result = benchmark(tiny_checkpoint, capsys, *flags)
+    assert [(arm["arm"], arm["drafts"]) for arm in result["greedy"]] == [
+        ("plain", None),
+        *(("chain, 3 verified", "3"), ("tree, 3 verified", "s1_k3_d3"), ("tree, 3 verified", "s2_k2_d3")),
+        ("tree, 3 verified", "s3_k2_d3"),
+        *(("chain, 4 verified", "4"), ("tree, 4 verified", "s2_k3_d4"), ("tree, 4 verified", "s2_k2_d4")),
+        *(("tree, 4 verified", "s3_k2_d4"), ("tree, 4 verified", "s4_k2_d4")),
+    ]
+    assert all(arm["equal_outputs"] == 2 for arm in result["greedy"])
+    for number in (3, 4):
+        assert f"{number} tokens verified a round: the fastest tree, s" in shown
+
+
+def test_a_budget_of_ones_own_trees(tiny_checkpoint, capsys):
+    flags = ("--equal-budget", "--exit-layers", "2", "--num-draft-tokens", "3", "--repeats", "1", "--tree", "2,0")
+    assert main(["benchmark", str(tiny_checkpoint), *flags[:-1], "s2_k2_d4"]) == 2
+    assert (
+        "--tree s2_k2_d4 verifies 4 tokens a round, and --num-draft-tokens gives chains of 3" in capsys.readouterr().err
+    )
+    _, result = benchmark(tiny_checkpoint, capsys, *flags[:-1], "1,2")
+    assert [arm["drafts"] for arm in result["greedy"]] == [None, "3", "1,2"]
+
+
+def test_the_cache_of_an_arm_is_counted_in_the_bytes_of_its_layers(model):
+    sizes = bytes_by_layer(model)
+    assert sizes == [2 * 2 * 8 * 4] * 4  # keys and values of two heads of 8 float32
+    per_position = sum(sizes)
+    assert key_value_bytes(plain(), 10, sizes).total == 10 * per_position
+    chain = key_value_bytes(self_speculative(Setting(1, 3)), 10, sizes)
+    assert (chain.total, chain.speculation) == (13 * per_position, 3 * per_position)
+    second = key_value_bytes(assistant_early_exit(Setting(1, 3)), 10, sizes)
+    assert second.total - chain.total == 10 * sizes[0]
+    wanted = {
+        Setting(2, 3, tree=(3, 2)): 9,
+        Setting(2, 3, tree="s2_k2_d3"): 4,  # all that was grown has a slot
+        Setting(None, 0, lookup="only"): 8,
+        Setting(2, 3, lookup="hybrid"): 8,
+        Setting(2, 3, lookup="branch"): 11,
+        Setting(None, 0): 0,
+    }
+    assert {setting: slots(setting) for setting in wanted} == wanted
+
+
+@pytest.mark.parametrize("setting", [Setting(2, 3), Setting(2, 0, tree=(3, 2)), Setting(2, 0, tree="s3_k2_d4")])
+def test_the_cache_really_holds_so_many_slots(setting, model, monkeypatch):
+    """The most that any layer holds beyond what is committed."""
+    held = []
+    verify = Stages.verify
+
+    def watched(self, token_ids, hidden, cache, block=None):
+        before = cache.layers[-1].length
+        logits = verify(self, token_ids, hidden, cache, block)
+        held.append(cache.layers[-1].length - before)
+        return logits
+
+    monkeypatch.setattr(Stages, "verify", watched)
+    self_speculative(setting).run(model, prompts()[0], GREEDY)
+    assert max(held) == slots(setting) + 1  # and the root
+
+
+def batch_flags(*flags: str) -> tuple[str, ...]:
+    return ("--exit-layers", "2", "--num-draft-tokens", "3", "--repeats", "1", "--batch-sizes", "1,2,3", *flags)
+
+
+def test_batches_of_every_size_against_plain_decoding_of_the_padded_batch(tiny_checkpoint, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "lazy dog " * (i + 1)}) + "\n" for i in range(4)))
+    flags = batch_flags(
+        "--prompts", str(file), "--arms", "chain,tree,early-exit", "--tree", "2,1", "--num-prompts", "4"
+    )
+    shown, result = benchmark(tiny_checkpoint, capsys, *flags)
+    records = result["batches"]["greedy"]
+    arms = ["self-speculative", "tree"]  # transformers' early exit decodes one prompt at a time
+    assert [(r["batch_size"], r["arm"]) for r in records] == [(size, arm) for size in (1, 2, 3) for arm in arms]
+    assert [record["num_outputs"] for record in records] == [4, 4, 4, 4, 6, 6]
+    assert all(record["equal_outputs"] == record["num_outputs"] for record in records)
+    for each in records:
+        assert each["ratio"] == pytest.approx(each["tokens_per_second"] / each["plain_tokens_per_second"], abs=1e-3)
+    for arm in arms:
+        assert re.search(rf"^{arm} (pays|stops paying) ", shown, re.MULTILINE)
+
+
+def test_batches_are_equal_where_rows_end_at_different_places(tiny_checkpoint, tmp_path, capsys):
+    """An end-of-sequence token that the model says soon in some rows and not in others."""
+    path = tiny_checkpoint / "generation_config.json"
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    inputs = tokenizer("lazy dog", return_tensors="pt", return_token_type_ids=False)
+    said = model.generate(**inputs, max_new_tokens=10, do_sample=False)[0, inputs.input_ids.shape[1] :].tolist()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, said[3]]}))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("lazy dog", "def add(a, b", "the")))
+    _, result = benchmark(tiny_checkpoint, capsys, *batch_flags("--prompts", str(file), "--num-prompts", "3"))
+    for each in result["batches"]["greedy"]:
+        assert each["equal_outputs"] == each["num_outputs"]
+
+
+def test_from_which_batch_size_on_it_does_not_pay():
+    def records(*ratios):
+        sizes = (1, 2, 4, 8)
+        return [{"arm": "x", "batch_size": b, "ratio": r, "error": None} for b, r in zip(sizes, ratios, strict=True)]
+
+    assert pays_until(records(1.5, 1.2, 0.9, 0.8), "x").startswith("x stops paying at batch size 4: ")
+    assert pays_until(records(1.5, 0.9, 1.1, 0.8), "x").startswith("x stops paying at batch size 8: ")
+    assert pays_until(records(1.5, 1.2, 1.1, 1.05), "x") == "x pays up to the largest measured batch size, 8"
+    assert pays_until(records(1.0, 0.9, 0.8, 0.7), "x") == "x pays at no measured batch size, from 1 on"
+    failed = [{"arm": "x", "batch_size": 1, "error": "no"}]
+    assert pays_until(failed, "x") == "x: failed at every batch size"
+
+
+def test_every_prompt_is_in_a_batch():
+    rows = [[1], [2], [3], [4], [5]]
+    assert make_batches(rows, 2) == [[[1], [2]], [[3], [4]], [[5], [1]]]
+    assert make_batches(rows, 8) == [[[1], [2], [3], [4], [5], [1], [2], [3]]]
+
+
+def test_an_architecture_that_decodes_no_batches_is_a_row_that_says_so(tiny_checkpoint, capsys, monkeypatch):
+    generate = layerskip.generate
+
+    def refuse(model, prompts, **arguments):
+        if len(prompts) > 1:
+            raise ValueError("no batches here")
+        return generate(model, prompts, **arguments)
+
+    monkeypatch.setattr(layerskip, "generate", refuse)
+    shown, result = benchmark(tiny_checkpoint, capsys, *batch_flags())
+    errors = {(each["batch_size"], each["arm"]): each["error"] for each in result["batches"]["greedy"]}
+    assert errors == {
+        (size, arm): None if size == 1 else "ValueError: no batches here" for size in (1, 2, 3) for arm in ARMS[1:3]
+    }
+    assert "plain loop pays" not in shown  # there is nothing drafted that could pay
+    assert "failed, ValueError: no batches here" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--arms", "chain,fast"), "'fast' is no arm: choose of plain, loop"),
+        (("--arms", "block"), "arm block is a way to sample: add --sampled"),
+        (("--acceptance", "coupled"), "arm coupled is a way to sample: add --sampled"),
+        (("--equal-budget", "--batch-sizes", "2"), "are two comparisons: give one"),
+        (("--equal-budget", "--exit-layers", "1,2"), "at one exit layer: give one in --exit-layers"),
+        (("--exit-layers", "2", "--tree", "s3_k1_d9"), "--tree s3_k1_d9: d is the number"),
+        (("--arms", "lookup,tree"), "carries no tuned exit layer to measure: give --exit-layers"),
+        (("--arms", "early-exit", "--exit-layers", "1", "--batch-sizes", "2"), "--batch-sizes compares arms that"),
+    ],
+)
+def test_comparisons_that_will_not_do(flags, said, tiny_checkpoint, capsys):
+    try:
+        code = main(["benchmark", str(tiny_checkpoint), *flags])
+    except SystemExit as leave:
+        code = leave.code
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_a_lookup_alone_needs_no_exit_layer(tiny_checkpoint, capsys):
+    _, result = benchmark(tiny_checkpoint, capsys, "--arms", "lookup", "--repeats", "1")
+    assert [(arm["arm"], arm["exit_layer"], arm["error"]) for arm in result["greedy"]] == [
+        ("plain", None, None),
+        ("lookup only", None, None),
+    ]
