@@ -329,7 +329,6 @@ def test_a_carried_setting_that_does_not_fit(tiny_llama, prompt):
         ({"exit_layer": 4}, "1 to 3"),
         ({"num_draft_tokens": -1}, "num_draft_tokens"),
         ({"num_beams": 3}, "num_beams=1"),
-        ({"num_return_sequences": 2, "do_sample": True}, "one is decoded at a time"),
         ({"assistant_model": object()}, "drafts for itself"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
@@ -340,11 +339,6 @@ def test_a_carried_setting_that_does_not_fit(tiny_llama, prompt):
 def test_what_is_not_supported_is_refused_by_name(tiny_llama, prompt, kwargs, message):
     with pytest.raises(ValueError, match=message):
         layerskip.generate(tiny_llama, prompt, **{"exit_layer": 2, **kwargs})
-
-
-def test_two_sequences_are_refused(tiny_llama, prompt):
-    with pytest.raises(ValueError, match="got 2 sequences"):
-        layerskip.generate(tiny_llama, prompt.expand(2, -1), exit_layer=2)
 
 
 def test_an_early_exit_checkpoint_of_transformers_is_taken_over(tiny_llama, prompt):

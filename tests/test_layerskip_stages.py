@@ -68,7 +68,7 @@ def test_exit_logits_are_a_truncated_models(name):
     model, ids = tiny.architecture(name), prompt()
     _, exits = ExitReader(model, [2]).read(ids)
     [(exit_layer, actual)] = list(exits)
-    logits, _ = Stages(model, 2).draft(ids, Stages(model, 2).new_cache())
+    logits, _ = Stages(model, 2).draft(ids, Stages(model, 2).new_cache(), 1)
     layers = model.get_submodule(".".join(anatomy(model).layers_path))
     del layers[exit_layer:]
     model.config.num_hidden_layers = exit_layer
@@ -98,7 +98,7 @@ def test_a_forward_makes_no_new_layer_list(tiny_llama):
     layers = view.model.layers
     assert layers[: tiny_llama.config.num_hidden_layers] is layers
     assert list(layers[1:]) == list(layers)[1:]
-    assert layers[0] is tiny_llama.model.layers[0]
+    assert layers[0].stands_for is tiny_llama.model.layers[0]
 
 
 def test_two_threads_do_not_disturb_each_other(tiny_llama):
