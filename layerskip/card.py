@@ -83,8 +83,9 @@ def _introduction(name: str, config: dict[str, Any], setting: dict[str, Any], ba
         "output is that of the whole model. There is one set of weights and no second model to load."
     )
     if setting.get("exit_layer") and num_layers:
-        early, drafts = setting["exit_layer"], setting.get("num_draft_tokens")
-        text += f" Tuned setting: {early} of {num_layers} layers draft up to {drafts} tokens a step."
+        drafts, tree = f"up to {setting.get('num_draft_tokens')} tokens a step", setting.get("tree")
+        drafts = drafts if tree is None else f"candidate trees ({tree if isinstance(tree, str) else list(tree)})"
+        text += f" Tuned setting: {setting['exit_layer']} of {num_layers} layers draft {drafts}."
     size = ((config.get("layerskip") or {}).get("draft_vocabulary") or {}).get("size")
     if size:
         text += f" The draft's head knows the {size:,} most frequent tokens; the others only the whole model says."
@@ -179,7 +180,7 @@ _SPEED_COLUMNS = ("", "exit layer", "drafts", "tokens/s", "speedup", "tokens a v
 
 
 def _speed_row(arm: dict[str, Any]) -> tuple[str, ...]:
-    setting = (_cell(arm.get("exit_layer")), _cell(arm.get("num_draft_tokens")))
+    setting = (_cell(arm.get("exit_layer")), _cell(arm.get("drafts") or arm.get("num_draft_tokens")))
     if arm.get("error"):
         return (f"{arm['arm']} (failed)", *setting, "-", "-", "-", "-")
     equal = f"{arm['equal_outputs']} of {arm['num_outputs']}" if "equal_outputs" in arm else "-"

@@ -108,10 +108,10 @@ def decode(
             walk, following = policy.accept(draft, scores, rows)
             kept, ended = _commit(rows, draft, walk, following, stops)
             _compact(cache, rows, draft, walk)
-            drafter.observe(rows, kept)
             seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
             steps = _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None)
             going = [row for row in range(len(rows)) if not ended[row]]
+            drafter.observe(steps)
             policy.forget(rows)
             if going and len(going) < len(rows):
                 cache.select(torch.tensor(going, device=rows.device))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from layerskip.cache import RollbackCache
-from layerskip.drafting import Confident, draft_chain, draft_found, draft_nothing, draft_tree
+from layerskip.draft_stop import DraftStop, draft_stop_for
+from layerskip.drafting import draft_chain, draft_found, draft_nothing, draft_tree
 from layerskip.lookup import NgramIndex
 from layerskip.rows import Rows
 from layerskip.sampling import Policy
@@ -18,6 +16,7 @@ from layerskip.stages import Stages
 from layerskip.tree import Draft, Shape
 
 if TYPE_CHECKING:
+    from layerskip.decoding import Step
     from layerskip.grammar import GrammarProcessor
 
 
@@ -31,8 +30,8 @@ class Drafter(Protocol):
         """Propose for all rows."""
         ...
 
-    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
-        """(1, n) tokens were committed to each row."""
+    def observe(self, steps: Sequence[Step]) -> None:
+        """What the round brought, a step for each row."""
 
 
 class NoDrafter:
@@ -44,7 +43,7 @@ class NoDrafter:
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         return draft_nothing(rows)
 
-    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
+    def observe(self, steps: Sequence[Step]) -> None:
         pass
 
 
@@ -53,14 +52,22 @@ class ExitDrafter(NoDrafter):
 
     Args:
         shape: of the tree.
-        confident: stops a chain before a token is drawn.
+        draft_stop: when a chain ends; None: at its full length.
     """
 
-    def __init__(self, shape: Shape, confident: Confident | None = None) -> None:
-        self.shape, self.confident = shape, confident
+    def __init__(self, shape: Shape, draft_stop: DraftStop | None = None) -> None:
+        self.shape = shape
+        self.draft_stop = draft_stop or DraftStop(len(shape.widths))
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
-        return self._grow(stages, cache, rows, policy, self.shape.cut(max(rows.rooms) - 1))
+        return self._grow(stages, cache, rows, policy, self._now(rows))
+
+    def observe(self, steps: Sequence[Step]) -> None:
+        self.draft_stop.end(steps)
+
+    def _now(self, rows: Rows) -> Shape:
+        """The tree of the round that begins."""
+        return self.shape.cut(min(self.draft_stop.begin(), max(rows.rooms) - 1))
 
     def _grow(
         self,
@@ -73,9 +80,10 @@ class ExitDrafter(NoDrafter):
     ) -> Draft:
         if not shape.widths:
             return draft_nothing(rows)
+        confident = self.draft_stop.goes_on if self.draft_stop.asks else None
         if len(rows) == 1 and shape.is_chain and branches is None:
-            return draft_chain(stages, cache, rows, policy, len(shape.widths), self.confident)
-        return draft_tree(stages, cache, rows, policy, shape, self.confident, branches)
+            return draft_chain(stages, cache, rows, policy, len(shape.widths), confident)
+        return draft_tree(stages, cache, rows, policy, shape, confident, branches)
 
 
 class LookupDrafter(ExitDrafter):
@@ -88,26 +96,29 @@ class LookupDrafter(ExitDrafter):
         branch: whether the lookup becomes a branch of the exit's tree.
     """
 
-    def __init__(self, num_tokens: int, shape: Shape | None, branch: bool, confident: Confident | None = None) -> None:
-        super().__init__(shape or Shape(()), confident)
+    def __init__(self, num_tokens: int, shape: Shape | None, branch: bool, draft_stop: DraftStop | None = None) -> None:
+        super().__init__(shape or Shape(()), draft_stop)
+        # One token alone says little: where the early exit can draft instead, two must match.
+        self._min_ngram = 1 if shape is None else 2
         self.num_tokens, self.branch = num_tokens, branch
         self._indexes: dict[int, NgramIndex] = {}  # by row of the batch
 
     def start(self, rows: Rows) -> None:
-        self._indexes = {index: NgramIndex() for index in rows.index}
+        self._indexes = {index: NgramIndex(min_ngram=self._min_ngram) for index in rows.index}
         for index, prompt in zip(rows.index, rows.prompts, strict=True):
             self._indexes[index].extend(prompt.tolist())
 
-    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
-        for index, new in zip(rows.index, kept, strict=True):
-            self._indexes[index].extend(new[0].tolist())
+    def observe(self, steps: Sequence[Step]) -> None:
+        super().observe(steps)
+        for step in steps:
+            self._indexes[step.row].extend(step.tokens[0].tolist())
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         found = [
             self._indexes[index].propose(min(self.num_tokens, room - 1)) if room > 1 else []
             for index, room in zip(rows.index, rows.rooms, strict=True)
         ]
-        shape = self.shape.cut(max(rows.rooms) - 1)
+        shape = self._now(rows)
         if self.branch and shape.widths and any(found):
             return self._grow(stages, cache, rows, policy, shape, found)
         if all(found) or not shape.widths:
@@ -125,8 +136,8 @@ class ForcedDrafter:
     def start(self, rows: Rows) -> None:
         self.otherwise.start(rows)
 
-    def observe(self, rows: Rows, kept: Sequence[Tensor]) -> None:
-        self.otherwise.observe(rows, kept)
+    def observe(self, steps: Sequence[Step]) -> None:
+        self.otherwise.observe(steps)
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         forced = [
@@ -140,15 +151,11 @@ class ForcedDrafter:
 
 def drafter_for(setting: Setting, grammar: GrammarProcessor | None = None) -> Drafter:
     """The drafter that a setting asks for."""
-    confident = None if setting.draft_stop is None else partial(is_confident, threshold=setting.draft_stop)
-    shape = None if setting.exit_layer is None else setting.shape
-    drafter: Drafter = NoDrafter() if shape is None else ExitDrafter(shape, confident)
+    drafter: Drafter = NoDrafter()
+    draft_stop = draft_stop_for(setting.draft_stop, len(setting.shape.widths))
     if setting.lookup != "off":
-        shape = None if setting.lookup == "only" else shape
-        drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", confident)
+        shape = None if setting.lookup == "only" else setting.shape
+        drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", draft_stop)
+    elif setting.exit_layer is not None:
+        drafter = ExitDrafter(setting.shape, draft_stop)
     return drafter if grammar is None else ForcedDrafter(grammar, drafter)
-
-
-def is_confident(scores: Tensor, threshold: float) -> Tensor:
-    """(B,) bool: whether the most probable token has at least this probability; scores (B, 1, vocab)."""
-    return scores[:, 0].softmax(dim=-1).amax(dim=-1) >= threshold

@@ -39,7 +39,7 @@ def generate(
     num_draft_tokens: int | Tuned = "tuned",
     tree: str | Sequence[int] | Tuned | None = "tuned",
     lookup: str = "tuned",
-    draft_stop: float | Tuned | None = "tuned",
+    draft_stop: float | str | None = "tuned",
     draft_vocabulary: bool | Tuned = "tuned",
     acceptance: str = "rejection",
     seed: int | Sequence[int] | None = None,
@@ -62,7 +62,8 @@ def generate(
         tree: draft candidate trees of this shape instead of a chain: "s3_k2_d6" (steps, branches, tokens verified), or
             widths by depth, (3, 2, 1).
         lookup: draft by prompt lookup: "only", "hybrid", "branch" or "off"; see `Setting`.
-        draft_stop: end a chain before a token of which the exit is less sure than this (0 to 1).
+        draft_stop: end a chain before a token of which the exit is less sure than this (0 to 1), or by "heuristic" or
+            "cost"; see `Setting`.
         draft_vocabulary: whether the exit's head is cut to the checkpoint's draft vocabulary, where it has one.
         acceptance: rule of sampling: "rejection" accepts most; "block" judges a chain as a whole; "coupled" gives what
             plain decoding (`exit_layer=None`) gives with that `seed`, token for token, whatever is drafted.

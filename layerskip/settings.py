@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.anatomy import check_exit_layer, num_layers
+from layerskip.draft_stop import KINDS
 from layerskip.tree import Shape, parse_shape
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
@@ -33,7 +34,8 @@ class Setting:
         lookup: prompt lookup: "off"; "only"; "hybrid", where it finds nothing the early exit drafts; "branch", what it
             finds becomes one branch of the exit's tree.
         num_lookup_tokens: most tokens that a lookup drafts.
-        draft_stop: a chain ends before a token of which the exit is less sure than this; None: never.
+        draft_stop: when a chain ends earlier: before a token of which the exit is less sure than this; "heuristic", by
+            what the last rounds accepted; "cost", where a token is not worth its time; None: never.
         draft_vocabulary: whether the exit's head is cut to the checkpoint's draft vocabulary, where it has one.
     """
 
@@ -42,7 +44,7 @@ class Setting:
     tree: str | tuple[int, ...] | None = None
     lookup: str = "off"
     num_lookup_tokens: int = 8
-    draft_stop: float | None = None
+    draft_stop: float | str | None = None
     draft_vocabulary: bool = True
 
     def __post_init__(self) -> None:
@@ -56,7 +58,10 @@ class Setting:
             parse_shape(self.tree)
         if self.lookup not in LOOKUPS:
             raise ValueError(f"lookup={self.lookup!r} is unknown: choose one of {', '.join(LOOKUPS)}")
-        if self.draft_stop is not None and not 0 <= self.draft_stop <= 1:
+        if isinstance(self.draft_stop, str):
+            if self.draft_stop not in KINDS:
+                raise ValueError(f"draft_stop={self.draft_stop!r} is unknown: a probability, or {' or '.join(KINDS)}")
+        elif self.draft_stop is not None and not 0 <= self.draft_stop <= 1:
             raise ValueError(f"draft_stop={self.draft_stop!r} is no probability: 0 to 1, or leave it out")
         if self.draft_stop is not None and self.tree is not None:
             raise ValueError("draft_stop ends chains, and a tree is no chain: leave one of the two out")

@@ -21,6 +21,8 @@ WAYS = {
     "hybrid": {"lookup": "hybrid", "num_draft_tokens": 2},
     "branch": {"lookup": "branch", "tree": (2, 1)},
     "stop": {"num_draft_tokens": 4, "draft_stop": 0.3},
+    "heuristic stop": {"num_draft_tokens": 6, "draft_stop": "heuristic"},
+    "cost stop": {"num_draft_tokens": 6, "draft_stop": "cost"},
     "plain": {"exit_layer": None},
 }
 GREEDY = {"do_sample": False, "max_new_tokens": 20}

@@ -1,6 +1,5 @@
 """The loop: scripted drafts pin what it commits, chi-square what it samples, invariants what it leaves behind."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -23,7 +22,8 @@ from transformers.generation.logits_process import (
 from layerskip import drafters, rules
 from layerskip.acceptance import walk_sampled
 from layerskip.decoding import decode
-from layerskip.drafters import ExitDrafter, LookupDrafter, NoDrafter, is_confident
+from layerskip.draft_stop import CostAware, DraftStop, Heuristic
+from layerskip.drafters import ExitDrafter, LookupDrafter, NoDrafter
 from layerskip.drafting import chain_of, draft_chain
 from layerskip.sampling import Sampler
 from layerskip.stages import Stages
@@ -153,7 +153,9 @@ DRAFTERS = {
     "lookup": lambda: LookupDrafter(2, None, branch=False),
     "hybrid": lambda: LookupDrafter(2, Shape((1, 1)), branch=False),
     "branch": lambda: LookupDrafter(2, parse_shape((2, 1)), branch=True),
-    "stop": lambda: ExitDrafter(Shape((1, 1, 1)), partial(is_confident, threshold=0.5)),
+    "stop": lambda: ExitDrafter(Shape((1, 1, 1)), DraftStop(3, 0.5)),
+    "heuristic stop": lambda: ExitDrafter(Shape((1, 1, 1)), Heuristic(3, start=1)),
+    "cost stop": lambda: ExitDrafter(Shape((1, 1, 1)), CostAware(3)),
 }
 
 
