@@ -75,7 +75,7 @@ def generate_batches(
     rows = _encode(loaded, prompts, options)
     tally, complete, start = Tally(), True, perf_counter()
     for number, answer in enumerate(answers(loaded, rows, setting or Setting(None, 0), options, batch_size)):
-        terminal.write(json.dumps(answer.record(loaded, prompts[number])) + "\n")
+        terminal.write(json.dumps(answer.record(loaded, prompts[number]), ensure_ascii=False) + "\n")
         own = Tally(answer.statistics)
         if verbose:
             counts = answer.statistics

@@ -75,14 +75,13 @@ class CostAware(DraftStop):
     greedy and coupled output, and every distribution, stay what they are.
     """
 
-    MEMORY = 0.95  # weight of the past in the running means
     PRIOR = 4.0  # observations that the confidence itself counts for
     LOOK = 32  # rounds; the first time without a draft comes earlier
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._draft_seconds = 0.0
-        self._rate, self._plain_rate = 0.0, 0.0  # tokens a second of rounds with and without a draft
+        self._draft_time = Ratio()  # seconds a draft step
+        self._rate, self._plain_rate = Ratio(), Ratio()  # tokens a second of rounds with, and without a draft
         self._count = 0
         tenths = torch.linspace(0.05, 0.95, 10)
         self._accepted, self._seen = tenths * self.PRIOR, torch.full((10,), self.PRIOR)
@@ -96,9 +95,9 @@ class CostAware(DraftStop):
     def begin(self) -> int:
         self._round, self._reach = [], 1.0
         self._count += 1
-        if self._plain_rate == 0:
+        if self._plain_rate.value == 0:
             return 0 if self._count == self.LOOK // 4 else self.most
-        pays = self._rate > self._plain_rate
+        pays = self._rate.value > self._plain_rate.value
         looks = self._count % self.LOOK == 0
         return self.most if pays != looks else 0
 
@@ -107,7 +106,7 @@ class CostAware(DraftStop):
         self._reach = self._reach * (self._accepted / self._seen)[tenth]  # (B,)
         self._round.append(tenth)
         # The first token of the first rounds is always drafted: nothing was measured yet.
-        return (self._reach > self._rate * self._draft_seconds).to(scores.device)
+        return (self._reach > self._rate.value * self._draft_time.value).to(scores.device)
 
     def end(self, steps: Sequence[Step]) -> None:
         drafted = max((step.num_drafted for step in steps), default=0)
@@ -115,19 +114,33 @@ class CostAware(DraftStop):
         total = draft + sum(step.verify_seconds + step.rollback_seconds for step in steps)
         tokens = sum(step.tokens.shape[1] for step in steps) / len(steps)
         if not self._round:
-            self._plain_rate = self._mean(self._plain_rate, tokens / total)
+            self._plain_rate.add(tokens, total)
             return
-        self._rate = self._mean(self._rate, tokens / total)
+        self._rate.add(tokens, total)
         # One pass more than tokens: the last one's hidden state is needed, or the stop took a pass to see.
-        self._draft_seconds = self._mean(self._draft_seconds, draft / (drafted + 1))
+        self._draft_time.add(draft, drafted + 1)
         for row, step in enumerate(steps):
             for position in range(min(step.num_accepted + 1, step.num_drafted, len(self._round))):
                 tenth = int(self._round[position][row])
                 self._seen[tenth] += 1
                 self._accepted[tenth] += position < step.num_accepted
 
-    def _mean(self, mean: float, value: float) -> float:
-        return value if mean == 0 else self.MEMORY * mean + (1 - self.MEMORY) * value
+
+class Ratio:
+    """A ratio of two sums that forget slowly; 0 before anything was added."""
+
+    MEMORY = 0.95
+
+    def __init__(self) -> None:
+        self._above, self._below = 0.0, 0.0
+
+    def add(self, above: float, below: float) -> None:
+        self._above = self.MEMORY * self._above + above
+        self._below = self.MEMORY * self._below + below
+
+    @property
+    def value(self) -> float:
+        return self._above / self._below if self._below else 0.0
 
 
 def confidence(scores: Tensor) -> Tensor:

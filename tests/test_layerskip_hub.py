@@ -260,3 +260,13 @@ def test_the_card_tells_of_a_draft_vocabulary(run_dir):
     config["layerskip"]["draft_vocabulary"] = {"size": 8192}
     write(run_dir, "config", config)
     assert "The draft's head knows the 8,192 most frequent tokens" in card.model_card(run_dir)
+
+
+def test_the_card_shows_what_was_drafted_where_it_was_no_chain(run_dir):
+    write(run_dir, "generation_config", {"layerskip": {"exit_layer": 2, "num_draft_tokens": 4, "tree": "s3_k2_d6"}})
+    record = benchmark()
+    record["greedy"][1]["drafts"] = "3,2,1"
+    write(run_dir, "benchmark", record)
+    text = card.model_card(run_dir)
+    assert "2 of 16 layers draft candidate trees (s3_k2_d6)." in text
+    assert "| self-speculative | 2 | 3,2,1 | 30.25 |" in text
