@@ -8,12 +8,14 @@ oldest=5.18.0
 ruff format --check .
 ruff check .
 mypy
-python -m pytest -m "not gpu" "$@"
+# Two at a time: every test keeps to one core. A file stays together, for what its tests share.
+python -m pytest -m "not gpu" -n 2 --dist loadfile "$@"
 
 # Laid over the environment, whose other packages both versions take.
 overlay=$(python -c 'import sys; print(sys.prefix)')/transformers-$oldest
 [ -d "$overlay" ] || python -m pip install --quiet --no-deps --target "$overlay" "transformers==$oldest"
-PYTHONPATH=$overlay python -m pytest tests/test_layerskip_{stages,cache,decoding,generation,recipe,forecast}.py
+PYTHONPATH=$overlay python -m pytest -n 2 --dist loadfile \
+  tests/test_layerskip_{stages,cache,decoding,generation,batch,recipe,forecast}.py
 
 # DeepSpeed likewise: in the environment itself it would add seconds to every import of transformers. It compiles
 # an operator at its first start.
