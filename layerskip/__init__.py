@@ -25,11 +25,13 @@ _HOMES = {
     "UnsupportedModelError": "anatomy",
     "RollbackCache": "cache",
     "Setting": "settings",
+    "Grammar": "grammar",
     "Recipe": "recipe",
     "prepare": "recipe",
     "RecipeCallback": "callback",
 }
 __all__ = [
+    "Grammar",
     "Piece",
     "Recipe",
     "RecipeCallback",
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from layerskip.callback import RecipeCallback
     from layerskip.decoding import Step
     from layerskip.generation import SelfSpeculativeOutput, generate, steps
+    from layerskip.grammar import Grammar
     from layerskip.recipe import Recipe, prepare
     from layerskip.settings import Setting
     from layerskip.stages import Stages

@@ -70,7 +70,7 @@ def test_no_module_is_named_like_a_dependency_or_the_standard_library(room):
 def test_the_public_names():
     assert set(layerskip.__all__) == {
         *("generate", "steps", "stream", "prepare", "Recipe", "RecipeCallback", "Setting", "Stages", "RollbackCache"),
-        *("Statistics", "Step", "Piece", "SelfSpeculativeOutput", "UnsupportedModelError"),
+        *("Statistics", "Step", "Piece", "SelfSpeculativeOutput", "UnsupportedModelError", "Grammar"),
     }
     assert set(layerskip.__all__) == set(layerskip._HOMES)
     for name in layerskip.__all__:
