@@ -25,7 +25,7 @@ class BenchmarkOptions:
     num_draft_tokens: tuple[int, ...] | None = None  # to choose from; None: the checkpoint's, else 4
     arms: tuple[str, ...] = _DEFAULT_ARMS  # of ARMS; the first is the baseline
     trees: tuple[str | tuple[int, ...], ...] = ()  # shapes to choose from; none: the checkpoint's, else a default one
-    draft_stop: float | Tuned = "tuned"  # of chains
+    draft_stop: float | str = "tuned"  # of chains
     draft_vocabulary: bool | Tuned = "tuned"
     batch_sizes: tuple[int, ...] | None = None  # compare batches of these sizes instead
     equal_budget: bool = False  # compare chains and trees of which as many tokens are verified instead

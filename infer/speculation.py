@@ -9,6 +9,7 @@ from infer.errors import InputError
 
 Tuned = Literal["tuned"]
 LOOKUPS = ("off", "only", "hybrid", "branch")
+STOPS = ("heuristic", "cost")
 _DYNAMIC = re.compile(r"s\d+_k\d+_d\d+")
 
 
@@ -20,7 +21,7 @@ class SpeculationOptions:
     num_draft_tokens: int | Tuned = "tuned"  # most tokens drafted a step by a chain
     tree: str | tuple[int, ...] | Tuned = "tuned"  # shape of the candidate trees instead of a chain
     lookup: str = "tuned"  # prompt lookup: one of LOOKUPS
-    draft_stop: float | Tuned = "tuned"  # a chain ends before a token of which the exit is less sure
+    draft_stop: float | str = "tuned"  # when a chain ends earlier: a probability, or one of STOPS
     draft_vocabulary: bool | Tuned = "tuned"  # whether the exit's head is cut to the checkpoint's draft vocabulary
 
     def __post_init__(self) -> None:
@@ -92,10 +93,11 @@ def add_drafting_flags(group: Any) -> None:
     """--draft-stop, --no-draft-vocabulary."""
     group.add_argument(
         "--draft-stop",
-        type=probability,
+        type=draft_stop,
         default="tuned",
         metavar="P",
-        help="end a draft before a token of which the exit is less sure than P, 0 to 1",
+        help="end a draft before a token of which the exit is less sure than P, 0 to 1; heuristic: by what the last "
+        "rounds accepted; cost: where a token is not worth its time",
     )
     group.add_argument(
         "--no-draft-vocabulary",
@@ -137,9 +139,11 @@ def tree(text: str) -> str | tuple[int, ...]:
     return tuple(map(int, widths))
 
 
-def probability(text: str) -> float | Tuned:
-    """0 to 1, or "tuned"."""
-    return "tuned" if text == "tuned" else number(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+def draft_stop(text: str) -> float | str:
+    """0 to 1, one of STOPS, or "tuned"."""
+    if text in (*STOPS, "tuned"):
+        return text
+    return float(number(text, float, lambda value: 0 <= value <= 1, f"a number from 0 to 1, or {' or '.join(STOPS)}"))
 
 
 def number(text: str, kind: Any, fits: Any, wanted: str) -> Any:

@@ -175,6 +175,7 @@ def test_checkpoints_load_in_the_dtype_asked_for(tiny_checkpoint):
         ("--exit-layer", "2", "--lookup", "branch"),
         ("--lookup", "only"),
         ("--exit-layer", "2", "--draft-stop", "0.3"),
+        ("--exit-layer", "2", "--draft-stop", "cost"),
     ],
 )
 def test_however_it_is_drafted_the_text_is_the_same(flags, tiny_checkpoint, capsys, monkeypatch):
