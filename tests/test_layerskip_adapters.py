@@ -95,8 +95,8 @@ def test_drafts_use_them_and_the_output_is_the_originals(checkpoint):
             eos_token_id=None,
         )
         assert torch.equal(out, expected)
-    logits, _ = Stages(plain, 1).draft(prompt, Stages(plain, 1).new_cache())
-    bare, _ = Stages(original, 1).draft(prompt, Stages(original, 1).new_cache())
+    logits, _ = Stages(plain, 1).draft(prompt, Stages(plain, 1).new_cache(), 1)
+    bare, _ = Stages(original, 1).draft(prompt, Stages(original, 1).new_cache(), 1)
     assert not torch.allclose(logits, bare)
 
 
