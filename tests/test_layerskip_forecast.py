@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import layerskip
-from layerskip.forecast import Costs, ExitMeasurement, best_setting, measure_costs, measure_exits
+from layerskip.acceptance import accept_sampled
+from layerskip.costs import Bookkeeping, measure_bookkeeping, paper_costs
+from layerskip.forecast import Costs, ExitMeasurement, best_setting, cycle, measure_costs, measure_exits
 from layerskip.walk import mean_acceptance_length
 from tests import tiny
 
@@ -134,6 +136,11 @@ def test_a_round_costs_its_parts():
     assert costs.round(2, 4) == 4 * 1.0 + 0.5 + 10.0
     assert costs.round(2, 3) == 3 * 1.0 + 0.5 + 9.5  # between 3 and 5 positions
     assert costs.round(2, 6) == 6 * 1.0 + 0.5 + 11.0  # beyond the last
+    loop = Bookkeeping(plain=0.25, draft=0.125, round=2.0)
+    whole = Costs(costs.plain, costs.draft, costs.extend, costs.verify, {2: 0.75}, loop)
+    assert (costs.step, whole.step) == (10.0, 10.25)
+    assert whole.round(2, 4) == 4 * (1.0 + 0.125) + 0.5 + 10.0 + 2.0
+    assert whole.round(2, 4, cut=True) == 4 * (0.75 + 0.125) + 0.5 + 10.0 + 2.0
 
 
 def test_the_best_setting_is_the_fastest():
@@ -178,3 +185,153 @@ def test_documents_in_one_row_measure_as_they_do_alone():
     assert measure_exits(model, [first, nothing])[2].num_tokens == 8
     with pytest.raises(ValueError, match="no text to measure"):
         measure_exits(model, [nothing])
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "n", "draft", "tokens", "time", "speedup"),
+    [(0.8, 4, 1.0, 3.3616, 18.0, 1.868), (0.9, 4, 3.0, 4.0951, 26.0, 1.575), (0.0, 4, 1.0, 1.0, 18.0, 10 / 18)],
+)
+def test_a_cycle_on_paper(acceptance, n, draft, tokens, time, speedup):
+    """With verification at 12, state at 2 and a plain step at 10; computed by hand."""
+    found = cycle(acceptance, n, draft, verify_cost=12.0, state_cost=2.0, plain_cost=10.0)
+    assert found.tokens == pytest.approx(tokens, abs=5e-5)
+    assert found.time == pytest.approx(time)
+    assert found.speedup == pytest.approx(speedup, abs=5e-4)
+
+
+def test_a_cycle_at_its_edges():
+    assert cycle(1.0, 4, 1.0, 10.0).tokens == 5  # where the closed form divides by zero
+    assert cycle(0.7, 0, 1.0, 10.0, plain_cost=10.0).speedup == 1  # nothing drafted: plain decoding
+    for arguments, said in (
+        ((1.2, 4, 1.0, 1.0), "acceptance=1.2"),
+        ((0.5, -1, 1.0, 1.0), "num_draft_tokens=-1"),
+        ((0.5, 4, -1.0, 1.0), "costs"),
+        ((0.5, 4, 1.0, 0.0), "costs"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            cycle(*arguments)
+
+
+def test_a_cycle_agrees_with_the_walk():
+    """Over a long text whose tokens all have the same chance."""
+    chances = [torch.full((4000,), 0.8)]
+    assert mean_acceptance_length(chances, 4) == pytest.approx(cycle(0.8, 4, 1.0, 12.0).tokens, rel=1e-3)
+
+
+def test_three_tokens_are_accepted_as_computed_by_hand():
+    """p = (.5, .3, .2), q = (.6, .1, .3): 1 - TV = .5 + .1 + .2 = .8, and all that is left of p is the second token."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.6, 0.1, 0.3])
+    accepted = torch.zeros(3)
+    grid = (torch.arange(1000) + 0.5) / 1000  # uniforms
+    for token in range(3):
+        verdict = accept_sampled(
+            torch.full((1000, 1), token), q.expand(1000, 1, 3), p.expand(1000, 2, 3), grid[:, None]
+        )
+        accepted[token] = verdict.num_accepted.float().mean()
+        rejected = verdict.next_probabilities[verdict.num_accepted == 0]
+        assert torch.allclose(rejected, torch.tensor([0.0, 1.0, 0.0]).expand_as(rejected), atol=1e-6)
+    assert (q * accepted).sum() == pytest.approx(0.8, abs=1e-3)
+    measurement = ExitMeasurement()
+    measured = measure_overlap(measurement, p, q)
+    assert measured == pytest.approx(0.8, abs=1e-6)
+
+
+def measure_overlap(measurement: ExitMeasurement, p: torch.Tensor, q: torch.Tensor) -> float:
+    from layerskip.forecast import _Text, _warper
+
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    text = _Text.read(p.log().expand(1, 2, 3), ids, 1, None, _warper(1.0, 1.0))
+    measurement._add(q.log().expand(1, 2, 3), text)
+    return measurement.overlap
+
+
+def test_overlap_is_that_of_the_distributions_that_are_sampled_from():
+    """Against transformers' processors, applied one position at a time."""
+    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+    model, ids = tiny.llama(), torch.randint(3, 64, (2, 9))
+    measured = measure_exits(model, [ids], [2], temperature=0.7, top_p=0.8)
+    hidden = model(ids, output_hidden_states=True)
+    early = model.lm_head(model.model.norm(hidden.hidden_states[2]))
+    shared = []
+    for row in range(2):
+        for i in range(8):
+            pair = [TemperatureLogitsWarper(0.7)(None, each[row, i][None]) for each in (hidden.logits, early)]
+            p, q = (TopPLogitsWarper(0.8)(None, each).softmax(-1) for each in pair)
+            shared.append(torch.minimum(p, q).sum().item())
+    assert measured[2].overlap == pytest.approx(sum(shared) / 16, rel=1e-5)
+    warm = measure_exits(model, [ids], [2])[2]
+    assert (warm.loss, warm.agreement) == (measured[2].loss, measured[2].agreement)
+    assert warm.overlap != pytest.approx(measured[2].overlap, rel=0.05)
+
+
+def test_a_cut_head_is_measured_in_the_same_pass():
+    """As the whole one with the other tokens' logits at -inf."""
+    model, ids = tiny.llama(), torch.randint(3, 64, (2, 20))
+    kept = torch.arange(0, 64, 3)
+    found = measure_exits(model, [ids], [1, 3], draft_vocabulary=kept)
+    assert found[4].cut is None
+    for exit_layer in (1, 3):
+        logits = model(ids, output_hidden_states=True)
+        early = model.lm_head(model.model.norm(logits.hidden_states[exit_layer]))
+        outside = torch.ones(64, dtype=torch.bool).index_fill(0, kept, False)
+        early = early.masked_fill(outside, float("-inf"))[:, :-1]
+        target = logits.logits[:, :-1]
+        cut = found[exit_layer].cut
+        assert cut.overlap == pytest.approx(torch.minimum(early.softmax(-1), target.softmax(-1)).sum(-1).mean().item())
+        assert cut.agreement == pytest.approx((early.argmax(-1) == target.argmax(-1)).float().mean().item())
+        assert cut.agreement <= found[exit_layer].agreement
+        assert math.isnan(cut.loss)
+    everything = measure_exits(model, [ids], [1], draft_vocabulary=torch.arange(64))[1]
+    assert everything.cut.overlap == pytest.approx(everything.overlap)
+    assert everything.cut.mean_acceptance_length(3) == everything.mean_acceptance_length(3)
+
+
+def test_a_draft_vocabulary_is_chosen_where_it_pays():
+    costs = Costs(10.0, {1: 2.0}, {1: 1.0}, {1: {1: 9.0, 9: 9.0}}, cut_draft={1: 1.0})
+    measured = {1: measurement([True, True, True, False] * 25)}
+    measured[1].cut = measurement([True, True, True, False] * 25)  # nothing lost
+    assert best_setting(measured, costs)[0].draft_vocabulary
+    measured[1].cut = measurement([False] * 100)  # all lost
+    assert not best_setting(measured, costs)[0].draft_vocabulary
+    assert len(best_setting(measured, costs)) == 2 * 8
+    measured[1].cut = None
+    assert all(
+        forecast.draft_vocabulary for forecast in best_setting(measured, costs)
+    )  # as in Setting: where it has one
+
+
+def test_costs_on_paper_are_weights():
+    model = tiny.llama()
+    layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    head = 64 * 32
+    costs = paper_costs(model, [1, 3], torch.arange(16))
+    assert costs.plain == 4 * layer + head
+    assert costs.draft == {1: layer + head, 3: 3 * layer + head}
+    assert costs.cut_draft == {1: layer + head / 4, 3: 3 * layer + head / 4}
+    for n in (1, 5):  # N drafts, the last draft's state, the rest: the early weights are read once more each
+        assert costs.round(3, n) == n * (3 * layer + head) + 3 * layer + layer + head
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}])
+def test_the_loop_is_timed_without_layers(arguments, monkeypatch):
+    """Every round of it drafts and accepts all it may, and no layer runs."""
+    model = tiny.llama()
+    layerskip.Stages(model, 1)  # checks itself once
+    calls = []
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", lambda *args, **kwargs: calls.append(args))
+    loop = measure_bookkeeping(model, max_draft_tokens=4, repeats=1, **arguments)
+    assert calls == []
+    assert loop.plain > 0
+    assert loop.draft >= 0
+    assert loop.round >= 0
+
+
+def test_costs_know_the_cut_head():
+    told = []
+    costs = measure_costs(
+        tiny.llama(), [1, 2], 2, context=8, repeats=1, draft_vocabulary=torch.arange(8), advance=told.append
+    )
+    assert told == [1, 2]
+    assert set(costs.cut_draft) == {1, 2}
+    assert min(costs.cut_draft.values()) > 0
