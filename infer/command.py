@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("infer.generate", "continue one prompt, streamed as it is committed, or a file of them in batches"),
     "chat": ("infer.chat", "talk to a model; the cache is kept between turns"),
     "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
+    "tune": ("infer.tune", "choose exit layer and draft length, forecast from the model's own text and then measured"),
     "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),
     "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),
 }

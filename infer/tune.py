@@ -1,0 +1,128 @@
+"""`tune`: choose how to draft, from one pass over the model's own text and what the stages cost on this machine."""
+
+import argparse
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from infer.errors import InputError
+from infer.options import (
+    DecodingOptions,
+    ModelOptions,
+    add_model_flags,
+    not_negative,
+    positive,
+    positives,
+    seed,
+    share,
+)
+from infer.prompts import Prompts, find_prompts
+from infer.source import local_folder
+from infer.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What is chosen from, and on what."""
+
+    exit_layers: tuple[int, ...] | None = None  # None: those that were trained, else the first third
+    max_draft_tokens: int = 8  # drafts of 1 to so many tokens
+    num_prompts: int = 6  # prompts to choose with, and as many others to confirm with
+    prompt_tokens: int = 64  # longer prompts are cut
+    max_new_tokens: int = 64  # tokens that each prompt is continued with
+    temperature: float = 0.0  # of the decoding that is tuned for; 0 is greedy
+    top_p: float | None = None  # the same; None: all tokens
+    seed: int = 0  # of the sampling
+    write: bool = False  # put the choice into the checkpoint
+    png: Path | None = None  # where to draw the forecasts
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` where flags contradict each other."""
+        if self.max_new_tokens <= self.max_draft_tokens:
+            raise InputError(
+                f"--max-new-tokens {self.max_new_tokens} holds no whole round of --max-draft-tokens "
+                f"{self.max_draft_tokens}: give {self.max_draft_tokens + 1} or more"
+            )
+
+    def decoding(self) -> DecodingOptions:
+        """How the prompts are continued."""
+        return DecodingOptions(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    defaults = TuneOptions
+    add_model_flags(parser)
+    add = parser.add_argument_group("choice").add_argument
+    add(
+        *("--exit-layers", "--exit-layer"),
+        type=positives,
+        metavar="E,...",
+        help="layers that draft, to choose from (default: the exits that were trained, else the first third)",
+    )
+    add(
+        "--max-draft-tokens",
+        type=positive,
+        default=defaults.max_draft_tokens,
+        metavar="K",
+        help="most tokens drafted a step (default: %(default)s)",
+    )
+    add("--temperature", type=not_negative, default=defaults.temperature, metavar="T", help="0 is greedy (default)")
+    add("--top-p", type=share, metavar="P", help="tune for sampling from the most probable tokens that make up P")
+    add("--seed", type=seed, default=defaults.seed, metavar="N", help="of the sampling (default: %(default)s)")
+    add = parser.add_argument_group("prompts and lengths").add_argument
+    add(
+        "--prompts",
+        metavar="FILE",
+        help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
+    )
+    counts = {
+        "--num-prompts": (defaults.num_prompts, "prompts to choose with, and as many others to confirm with"),
+        "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
+        "--max-new-tokens": (defaults.max_new_tokens, "tokens that each prompt is continued with"),
+    }
+    for flag, (default, help_line) in counts.items():
+        add(flag, type=positive, default=default, metavar="N", help=f"{help_line} (default: %(default)s)")
+    add = parser.add_argument_group("output").add_argument
+    add("--write", action="store_true", help="put the choice into MODEL: generate, chat and others then decode with it")
+    add("--png", type=Path, metavar="FILE", help="draw the forecasts as a heat map")
+
+
+def read_options(arguments: argparse.Namespace) -> TuneOptions:
+    """The options from the flags of `add_arguments`.
+
+    Raises:
+        InputError: if flags contradict each other, or the picture could not be drawn in the end.
+    """
+    given = {name: getattr(arguments, name) for name in TuneOptions.__dataclass_fields__}
+    exits = arguments.exit_layers
+    options = TuneOptions(**given | {"exit_layers": tuple(exits) if exits else None})
+    options.decoding()  # contradictions of the sampling
+    if options.png is not None:
+        if not options.png.parent.is_dir():
+            raise InputError(f"--png {options.png}: there is no folder {options.png.parent}: make it first")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise InputError("--png needs matplotlib, which is not installed: pip install matplotlib")
+    return options
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the flags, load, choose; returns the exit code."""
+    options = read_options(arguments)
+    model = ModelOptions.read(arguments)
+    folder = local_folder(model.model)
+    if options.write and folder is None:
+        raise InputError(
+            f"--write needs a folder, and {model.model} is on the Hub: download it (hf download {model.model} "
+            "--local-dir FOLDER) and give FOLDER"
+        )
+    if options.write and folder is not None and not os.access(folder, os.W_OK):
+        raise InputError(f"--write cannot write into {folder}: copy it to a folder of yours, or leave --write out")
+    prompts: Prompts = find_prompts(arguments.prompts, folder, need_validation=True)
+
+    from infer.tuning import tune  # here, so that wrong flags are told before seconds of imports
+
+    return tune(model, options, prompts, folder, Terminal())
