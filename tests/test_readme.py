@@ -69,7 +69,7 @@ def test_commands(command, tiny_run):
         return
     command = on(tiny_run, command)
     if "infer benchmark" in command:
-        command = command.replace("--num-draft-tokens 3,4,6", "--num-draft-tokens 2,3")
+        command = command.replace("--num-draft-tokens 3,4,6", "--num-draft-tokens 2,3").replace("1,2,4,8,16", "1,2")
         command += " --num-prompts 1 --repeats 1 --max-new-tokens 8"
     if "accelerate launch" in command:
         command += f" run.output_dir={tiny_run.parent / 'again'} optim.max_steps=2"
