@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.anatomy import decoder_layers, unwrap
-from layerskip.session import Choice, prepare_session
+from layerskip.choice import Choice
+from layerskip.session import prepare_session
 from layerskip.stages import Stages
 
 if TYPE_CHECKING:

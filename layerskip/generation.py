@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from layerskip.choice import Choice
 from layerskip.decoding import Step
-from layerskip.session import Choice, Session, prepare_session
+from layerskip.session import Session, prepare_session
 from layerskip.settings import Setting
 from layerskip.stats import Statistics
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerationMode
 
-from layerskip.anatomy import check_positions, check_rope, num_layers, unwrap
+from layerskip.anatomy import check_positions, check_rope, unwrap
 from layerskip.cache import RollbackCache, check_own_cache
+from layerskip.choice import Choice, generators_of, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
 from layerskip.drafters import drafter_for
+from layerskip.refusals import refuse_arguments, refuse_cache, refuse_mode, refuse_named
 from layerskip.sampling import Sampler
 from layerskip.settings import Setting, resolve_setting
 from layerskip.stages import Stages
@@ -28,40 +29,7 @@ from layerskip.stopping import StopRule, take_stop_strings
 from layerskip.vocabulary import draft_vocabulary_of
 
 if TYPE_CHECKING:
-    from layerskip.grammar import Grammar, GrammarProcessor
-
-# generate() arguments that ask for something this loop does not do, and what to do instead.
-_REFUSED = {
-    "inputs_embeds": "give input_ids",
-    "position_ids": "give attention_mask: positions are counted from it",
-    "token_type_ids": "leave it out, or use model.generate()",
-    "assistant_model": "the model drafts for itself: leave it out",
-    "prompt_lookup_num_tokens": "leave it out, or use model.generate()",
-    "negative_prompt_ids": "classifier-free guidance keeps a state that cannot be rolled back: use model.generate()",
-    "output_attentions": "leave it out, or use model.generate()",
-    "output_hidden_states": "leave it out, or use model.generate()",
-}
-
-
-# What transformers hands over to the loop for the model, and the loop sees to by itself. Anything else would be lost.
-_SEEN_TO = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How tokens are chosen where transformers has no word for it.
-
-    Attributes:
-        acceptance: rule of sampling: "rejection", "block" or "coupled".
-        seed: of "coupled": one, or one for each row.
-        generator: source of randomness of the other rules: one, or one for each row; None is torch's global one.
-        grammar: what the output must be.
-    """
-
-    acceptance: str = "rejection"
-    seed: int | Sequence[int] | None = None
-    generator: torch.Generator | Sequence[torch.Generator] | None = None
-    grammar: Grammar | None = None
+    from layerskip.grammar import GrammarProcessor
 
 
 @dataclass(frozen=True)
@@ -147,10 +115,8 @@ def prepare_session(
             raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
         return _prepare_rows(model, inputs, drafting, choice, generation_config, **kwargs)
     model = unwrap(model)
-    for name, instead in _REFUSED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")
-    _refuse_cache(model, cache, kwargs, generation_config)
+    refuse_named(kwargs)
+    refuse_cache(model, cache, kwargs, generation_config)
     setting = resolve_setting(model, **drafting)
     vocabulary = draft_vocabulary_of(model) if setting.draft_vocabulary and setting.exit_layer is not None else None
     stages = Stages(model, setting.exit_layer, vocabulary)
@@ -198,7 +164,7 @@ def _prepare_rows(
     if prompts is None or len(prompts) != len(configs):
         given = "no prompts" if prompts is None else f"{len(prompts)} prompts"
         raise ValueError(f"got {len(configs)} generation configs for {given}: give one for each row")
-    batch, seeds, generators = len(configs), _seeds(choice, len(configs)), _generators(choice, len(configs))
+    batch, seeds, generators = len(configs), seeds_of(choice, len(configs)), generators_of(choice, len(configs))
     sessions = []
     for row, config in enumerate(configs):
         if prefix_allowed_tokens_fn is not None:  # transformers calls it with the row's number
@@ -236,35 +202,6 @@ def _of_row(function: Callable[[int, Tensor], list[int]], row: int, _: int, toke
     return function(row, token_ids)
 
 
-def _generators(choice: Choice, batch: int) -> list[torch.Generator | None]:
-    if not isinstance(choice.generator, Sequence):
-        return [choice.generator] * batch
-    if len(choice.generator) != batch:
-        raise ValueError(f"got {len(choice.generator)} generators for {batch} rows: give one, or one for each")
-    return list(choice.generator)
-
-
-def _seeds(choice: Choice, batch: int) -> tuple[int, ...] | None:
-    """One for each row: rows with the same prompt and the same noise would say the same."""
-    if choice.seed is None:
-        return None
-    if isinstance(choice.seed, int):
-        return tuple(choice.seed + row for row in range(batch))
-    if len(choice.seed) != batch:
-        raise ValueError(f"got {len(choice.seed)} seeds for {batch} rows: give one, or one for each")
-    return tuple(choice.seed)
-
-
-def _samplers(processors: LogitsProcessorList, do_sample: bool, choice: Choice, batch: int) -> list[Sampler]:
-    """One for all rows, or one for each where each has its own generator."""
-    seeds = _seeds(choice, batch) if isinstance(choice.seed, int) else choice.seed
-    if seeds is not None and not batch <= len(seeds):
-        raise ValueError(f"got {len(seeds)} seeds for {batch} rows: give one, or one for each")
-    seeds = None if seeds is None else tuple(seeds)
-    generators = _generators(choice, batch) if isinstance(choice.generator, Sequence) else [choice.generator]
-    return [Sampler(processors, do_sample, generator, choice.acceptance, seeds) for generator in generators]
-
-
 def _door(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -280,14 +217,14 @@ def _door(
     **model_kwargs: Any,
 ) -> Session:
     """What transformers calls instead of its own decoding loop: keeps what was prepared."""
-    _refuse_mode(generation_config)
+    refuse_mode(generation_config)
     grows = setting.exit_layer is not None and setting.lookup != "only" and not setting.shape.is_chain
     if grows and choice.acceptance == "block" and generation_config.do_sample:
         raise ValueError(f"acceptance='block' judges chains, not tree={setting.tree!r}: leave one of the two out")
     batch, width = input_ids.shape
     if width == 0:
         raise ValueError("the prompt is empty: give at least one token, e.g. the tokenizer's bos_token")
-    _refuse_arguments(model_kwargs)
+    refuse_arguments(model_kwargs)
     limit = generation_config.max_length
     check_rope(model, width, limit)
     mask = model_kwargs.get("attention_mask")
@@ -302,7 +239,7 @@ def _door(
         setting=setting,
         input_ids=input_ids.to(model.device),
         attention_mask=mask,
-        samplers=_samplers(logits_processor, bool(generation_config.do_sample), choice, batch),
+        samplers=samplers_of(logits_processor, bool(generation_config.do_sample), choice, batch),
         stops=[StopRule(stopping_criteria)],
         config=generation_config,
         cache=_new_cache(stages, width, limit) if own_cache is None else own_cache,
@@ -312,49 +249,3 @@ def _door(
 
 def _new_cache(stages: Stages, width: int, limit: int) -> RollbackCache:
     return stages.new_cache(min(limit, width + 256), limit)
-
-
-def _refuse_cache(
-    model: PreTrainedModel, cache: Any, arguments: dict[str, Any], generation_config: GenerationConfig | None
-) -> None:
-    """Only our own can be rolled back; transformers would prepare another kind that then is not used."""
-    own = f"layerskip.RollbackCache({num_layers(model)})"
-    if cache is not None and not isinstance(cache, RollbackCache):
-        raise ValueError(f"cannot decode with a {type(cache).__name__}: leave it out, or give {own}")
-    configs = (config for config in (generation_config, model.generation_config) if config is not None)
-    asked = [arguments.get("cache_implementation"), *(config.cache_implementation for config in configs)]
-    kind = next((name for name in asked if name is not None), None)
-    # transformers itself takes a checkpoint's "hybrid" for "dynamic".
-    if kind not in (None, "dynamic", "hybrid"):
-        raise ValueError(
-            f"cache_implementation={kind!r} is not supported by layerskip.generate, which decodes with a cache of its "
-            "own that can be rolled back: set it to 'dynamic', or use model.generate()"
-        )
-
-
-def _refuse_arguments(model_kwargs: dict[str, Any]) -> None:
-    lost = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SEEN_TO)
-    if lost:
-        raise ValueError(f"{', '.join(lost)} cannot be passed on to the model: leave it out, or use model.generate()")
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not mask.any(dim=1).all():
-        raise ValueError("attention_mask hides every token of a prompt: show at least one")
-
-
-def _refuse_mode(config: GenerationConfig) -> None:
-    """Only decoding token after token; a checkpoint's own `assistant_early_exit` is what we replace."""
-    mode = config.get_generation_mode()
-    supported = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-    if mode not in supported:
-        raise ValueError(
-            f"{mode.value.replace('_', ' ')} cannot be drafted for: set num_beams=1 and leave penalty_alpha, "
-            "dola_layers and the like out, or use model.generate()"
-        )
-    if config.use_cache is False:
-        raise ValueError("use_cache=False is not supported by layerskip.generate: leave it out, or set it to True")
-    chunk = config.prefill_chunk_size
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"prefill_chunk_size={chunk} reads nothing of the prompt: give 1 or more, or leave it out")
-    for name, instead in _REFUSED.items():
-        if getattr(config, name, None):
-            raise ValueError(f"{name} is not supported by layerskip.generate: {instead}")
