@@ -28,7 +28,7 @@ class TuneOptions:
 
     exit_layers: tuple[int, ...] | None = None  # None: those that were trained, else the first third
     max_draft_tokens: int = 8  # drafts of 1 to so many tokens
-    num_prompts: int = 6  # prompts to choose with, and as many others to confirm with
+    num_prompts: int = 6  # prompts to choose with; half as many others confirm the choice
     prompt_tokens: int = 64  # longer prompts are cut
     max_new_tokens: int = 64  # tokens that each prompt is continued with
     temperature: float = 0.0  # of the decoding that is tuned for; 0 is greedy
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
     )
     counts = {
-        "--num-prompts": (defaults.num_prompts, "prompts to choose with, and as many others to confirm with"),
+        "--num-prompts": (defaults.num_prompts, "prompts to choose with; half as many others confirm the choice"),
         "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
         "--max-new-tokens": (defaults.max_new_tokens, "tokens that each prompt is continued with"),
     }

@@ -98,6 +98,8 @@ def show(result: dict[str, Any], terminal: Terminal) -> None:
     if result["confirmation"]:
         title = f"measured on {scope['num_confirmed']} other prompts, interleaved"
         terminal.table(title, report.COLUMNS, [report.row(each) for each in result["confirmation"]])
+        for line in (line for each in result["confirmation"] for line in report.explain(each)):
+            print(line)
     chosen = result["setting"]
     head = "" if chosen["draft_vocabulary"] else ", whole head"
     what = f"exit layer {chosen['exit_layer']}, {chosen['num_draft_tokens']} drafted tokens{head}"

@@ -1,6 +1,7 @@
 """The tuning itself: one teacher-forced pass and a few timings make the forecasts, decoding confirms the best."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
     )
     validation, test = (encode(loaded, texts, lengths) for texts in (prompts.validation, prompts.test))
     evidence = look(loaded, options, validation, terminal)
+    test = test[: math.ceil(options.num_prompts / 2)]  # decoding them takes longer than all the rest
     records = confirm(loaded, options, evidence.forecasts, test, terminal)
     setting, reason = decide(evidence.forecasts, records)
     written = None
@@ -76,7 +78,7 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
     if options.png is not None:
         tune_report.draw(result, options.png)
         terminal.note(f"drew {options.png}")
-    terminal.note(how_to_use(model.model, setting) if written is None else f"wrote {written}")
+    terminal.note(how_to_use(model, options, setting) if written is None else f"wrote {written}")
     print(json.dumps(result, allow_nan=False))
     return 0
 
@@ -248,13 +250,16 @@ def write_setting(folder: Path, loaded: Loaded, setting: Setting) -> Path:
     return path
 
 
-def how_to_use(name: str, setting: Setting) -> str:
-    """The line to run with the choice."""
+def how_to_use(model: ModelOptions, options: TuneOptions, setting: Setting) -> str:
+    """The line to run with the choice, under the conditions that it was made for."""
     flags = "--exit-layer none"
     if setting.exit_layer is not None:
         flags = f"--exit-layer {setting.exit_layer} --num-draft-tokens {setting.num_draft_tokens}"
         flags += "" if setting.draft_vocabulary else " --no-draft-vocabulary"
+    given = {"--dtype": None if model.dtype == "auto" else model.dtype, "--device": model.device}
+    given |= {"--threads": model.threads, "--temperature": options.temperature or None, "--top-p": options.top_p}
+    flags += "".join(f" {flag} {value}" for flag, value in given.items() if value is not None)
     return (
         f"nothing is written: --write puts the choice into the checkpoint. To decode with it as it is:\n"
-        f"python -m infer generate {name} {flags} PROMPT"
+        f"python -m infer generate {model.model} {flags} PROMPT"
     )

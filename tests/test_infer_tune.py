@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import layerskip
 from infer import tuning
 from infer.command import main
+from infer.options import ModelOptions
 from infer.tune import TuneOptions
 from infer.tune_report import rows
 from infer.tuning import OFF, candidates, decide, how_to_use
@@ -97,7 +98,7 @@ def test_an_exit_that_always_agrees_is_forecast_to_be_accepted_whole(agreeing, c
 def test_the_best_forecasts_are_measured_beside_plain_decoding(agreeing, capsys, monkeypatch):
     monkeypatch.setattr(tuning, "HOPELESS", 0.0)
     monkeypatch.setattr(tuning, "_NEAR", 0.0)  # the second one as well
-    shown, result, _ = tune(agreeing, capsys)
+    shown, result, _ = tune(agreeing, capsys, "--num-prompts", "3")
     arms = [record["arm"] for record in result["confirmation"]]
     assert arms == ["plain", "plain loop", "self-speculative", "self-speculative"]
     for record, forecast in zip(result["confirmation"][2:], result["forecasts"][:2], strict=True):
@@ -230,11 +231,16 @@ def test_the_choice_must_beat_plain_decoding_by_two_percent(records, setting, sa
     assert said in reason
 
 
-def test_the_line_to_run_names_the_choice():
-    assert "generate M --exit-layer none PROMPT" in how_to_use("M", OFF)
-    assert "generate M --exit-layer 2 --num-draft-tokens 4 PROMPT" in how_to_use("M", Setting(2, 4))
+def test_the_line_to_run_names_the_choice_and_what_it_was_made_for():
+    plain, greedy = ModelOptions("M"), TuneOptions()
+    assert how_to_use(plain, greedy, OFF).endswith("generate M --exit-layer none PROMPT")
+    assert how_to_use(plain, greedy, Setting(2, 4)).endswith("generate M --exit-layer 2 --num-draft-tokens 4 PROMPT")
     whole = Setting(2, 4, draft_vocabulary=False)
-    assert "--exit-layer 2 --num-draft-tokens 4 --no-draft-vocabulary PROMPT" in how_to_use("M", whole)
+    said = how_to_use(ModelOptions("M", "bfloat16", "cpu", 2), TuneOptions(temperature=0.8, top_p=0.9), whole)
+    assert said.endswith(
+        "generate M --exit-layer 2 --num-draft-tokens 4 --no-draft-vocabulary --dtype bfloat16 --device cpu "
+        "--threads 2 --temperature 0.8 --top-p 0.9 PROMPT"
+    )
 
 
 def test_the_table_shows_the_best_and_every_exits_best():
