@@ -11,8 +11,9 @@ from infer import tuning
 from infer.command import main
 from infer.options import ModelOptions
 from infer.tune import TuneOptions
+from infer.tune_choice import OFF, decide, how_to_use
 from infer.tune_report import rows
-from infer.tuning import OFF, candidates, decide, how_to_use
+from infer.tuning import candidates
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, tuned_setting
 from layerskip.vocabulary import store_draft_vocabulary
