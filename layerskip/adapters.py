@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from layerskip.anatomy import device_of
 from layerskip.companion import find_companion
 from layerskip.settings import carried, carry
 
@@ -80,7 +81,7 @@ def _new(model: PreTrainedModel, exits: Sequence[int], rank: int, seed: int) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = nn.ModuleDict({str(exit_layer): ExitAdapter(hidden_size, rank) for exit_layer in sorted(exits)})
-    return made.to(model.device)
+    return made.to(device_of(model))
 
 
 _loaded: weakref.WeakKeyDictionary[nn.Module, Adapters | None] = weakref.WeakKeyDictionary()
@@ -99,7 +100,7 @@ def adapters_of(model: PreTrainedModel) -> Adapters | None:
     if model not in _loaded:
         _loaded[model] = _load(model)
     adapters = _loaded[model]
-    return None if adapters is None else adapters.to(model.device, model.dtype)
+    return None if adapters is None else adapters.to(device_of(model), model.dtype)
 
 
 def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:

@@ -9,6 +9,7 @@ import inspect
 import weakref
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -103,6 +104,18 @@ def _refuse_adapter(model: nn.Module) -> None:
             f"a {kind} adapter works around the model's forward, not in its layers: use model.generate(), or an "
             "adapter of the layers such as LoRA"
         )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model takes its input: where its weights are, or are brought to (accelerate's offloading)."""
+    device = model.device
+    if device.type != "meta":
+        return device  # type: ignore[return-value]
+    for module in model.modules():
+        target = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if target is not None:
+            return torch.device(target)
+    return device  # type: ignore[return-value]
 
 
 def num_layers(model: PreTrainedModel) -> int:

@@ -115,7 +115,7 @@ def measure_costs(
     training = inner.training
     inner.eval()
     draft, extend, verify, cut_draft = {}, {}, {}, {}
-    widths = sorted({2, 3, 1 + max_draft_tokens // 2, 1 + max_draft_tokens})  # a round verifies two or more
+    widths = sorted({1, 2, 3, 1 + max_draft_tokens // 2, 1 + max_draft_tokens})
     try:
         plain = _time_plain(Stages(inner, None), context, repeats)
         for exit_layer in sorted(set(exits)):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers
+from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers, device_of
 from layerskip.views import _shallow_copy, with_layers
 from layerskip.vocabulary import check_token_ids
 
@@ -111,7 +111,7 @@ def _with_module(module: nn.Module, path: list[str], replacement: nn.Module) -> 
 def _self_check(model: PreTrainedModel, path: list[str], draft_head: DraftHead, token_ids: Tensor) -> None:
     """A few tokens through one layer: the reduced logits must be the whole head's at these ids."""
     view = with_layers(model, anatomy(model).layers_path, decoder_layers(model)[:1])
-    tokens = torch.arange(3, 7, device=model.device).remainder(model.get_input_embeddings().num_embeddings)[None]
+    tokens = torch.arange(3, 7, device=device_of(model)).remainder(model.get_input_embeddings().num_embeddings)[None]
     expected = view(input_ids=tokens, use_cache=False).logits
     expected = expected[..., token_ids.to(expected.device)].float()
     actual = _with_module(view, path, draft_head)(input_ids=tokens, use_cache=False).logits.float()

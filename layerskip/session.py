@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from layerskip.anatomy import check_positions, check_rope, unwrap
+from layerskip.anatomy import check_positions, check_rope, device_of, unwrap
 from layerskip.cache import RollbackCache, check_own_cache
 from layerskip.choice import Choice, generators_of, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
@@ -237,7 +237,7 @@ def _door(
     return Session(
         stages=stages,
         setting=setting,
-        input_ids=input_ids.to(model.device),
+        input_ids=input_ids.to(device_of(model)),
         attention_mask=mask,
         samplers=samplers_of(logits_processor, bool(generation_config.do_sample), choice, batch),
         stops=[StopRule(stopping_criteria)],

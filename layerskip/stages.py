@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from layerskip.adapters import adapter_at
-from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, unwrap
+from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.block import Block, place
 from layerskip.cache import RollbackCache
 from layerskip.draft_head import scatter, with_draft_head
@@ -55,13 +55,13 @@ class Stages:
         self.anatomy = anatomy(self.model)
         self.num_layers = self.anatomy.num_layers
         self.exit_layer = None if exit_layer is None else check_exit_layer(exit_layer, self.num_layers)
-        self._no_position = torch.empty(0, dtype=torch.long, device=self.model.device)
+        self._no_position = torch.empty(0, dtype=torch.long, device=device_of(self.model))
         # Every view has its own stand-ins: two `Stages` of one model never meet.
         self._here = Here()
         sights = zip(decoder_layers(self.model), self.anatomy.sights, strict=True)
         self._layers = [Placed(layer, sight, self._here) for layer, sight in sights]
         self._whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
-        self._draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(self.model.device)
+        self._draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
         if self.exit_layer is not None:
             self._cut(self.exit_layer)
 
@@ -148,7 +148,7 @@ class Stages:
     def _self_check(self) -> None:
         """[0:E) then [E:L) over two chunks must give the model's own logits."""
         vocab_size = self.model.get_input_embeddings().num_embeddings
-        token_ids = torch.arange(3, 10, device=self.model.device).remainder(vocab_size)[None]  # (1, 7)
+        token_ids = torch.arange(3, 10, device=device_of(self.model)).remainder(vocab_size)[None]  # (1, 7)
         self._check_positions(token_ids)
         whole, staged = self.new_cache(8), self.new_cache(8)
         for chunk in token_ids.split([4, 3], dim=1):
@@ -195,7 +195,7 @@ class Stages:
 
         Returns the relative error, and that of decoding one row in two passes instead of one, which is rounding.
         """
-        device, vocab_size = self.model.device, self.model.get_input_embeddings().num_embeddings
+        device, vocab_size = device_of(self.model), self.model.get_input_embeddings().num_embeddings
         prompts = torch.arange(3, 13, device=device).remainder(vocab_size).view(2, 5)
         nodes = torch.arange(20, 26, device=device).remainder(vocab_size).view(2, 3)  # a root and two tokens
         lengths = torch.tensor([5, 3], device=device)
@@ -240,5 +240,5 @@ _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, set[int | str]]] = weak
 
 def _checks(model: PreTrainedModel) -> set[int | str]:
     """What was checked for this model as it is now (dtype, device, attention): exit layers, "batches", "trees"."""
-    state = (model.dtype, model.device, model.config._attn_implementation)
+    state = (model.dtype, device_of(model), model.config._attn_implementation)
     return _checked.setdefault(model, {}).setdefault(state, set())

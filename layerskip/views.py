@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.adapters import adapter_at
-from layerskip.anatomy import anatomy, check_exit_layer, decoder_layers, unwrap
+from layerskip.anatomy import anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.block import Block, Sight
 
 
@@ -152,7 +152,7 @@ def layers_return_tuples(model: PreTrainedModel) -> bool:
     """Ask the first layer, on one token, once a model."""
     if model not in _tuples:
         spy = Spy(decoder_layers(model)[0])
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False)
         _tuples[model] = spy.returns_tuple
     return _tuples[model]

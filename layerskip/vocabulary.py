@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from layerskip.anatomy import device_of
 from layerskip.companion import find_companion
 from layerskip.settings import KEY, carried
 
@@ -138,8 +139,8 @@ def draft_vocabulary_of(model: PreTrainedModel) -> Tensor | None:
         return None
     if model not in _loaded:
         _loaded[model] = _load(model)
-    if _loaded[model].device != model.device:
-        _loaded[model] = _loaded[model].to(model.device)
+    if _loaded[model].device != device_of(model):
+        _loaded[model] = _loaded[model].to(device_of(model))
     return _loaded[model]
 
 

@@ -464,3 +464,15 @@ def test_an_interruption_leaves_model_and_cache_as_if_the_round_had_not_been(tin
     cache.rollback(min(cache.length, 8))
     assert torch.equal(layerskip.generate(tiny_llama, text, **kwargs), expected)
     assert torch.equal(tiny_llama.generate(text, do_sample=False, max_new_tokens=20, eos_token_id=None), expected)
+
+
+def test_weights_that_stay_elsewhere_until_they_are_needed():
+    """accelerate's cpu_offload: between two layers the model has no weights at all."""
+    ids = torch.randint(3, 64, (1, 6))
+    expected = tiny.llama().generate(ids, do_sample=False, max_new_tokens=8)
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(tiny.llama(), execution_device=torch.device("cpu"))
+    for ways in ({"num_draft_tokens": 3}, {"tree": (2, 1)}):
+        assert torch.equal(
+            layerskip.generate(model, ids, exit_layer=2, max_new_tokens=8, do_sample=False, **ways), expected
+        )
