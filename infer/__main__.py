@@ -1,4 +1,4 @@
-"""`python -m infer {generate,chat,benchmark,push} ...` starts here."""
+"""`python -m infer {generate,chat,benchmark,tune,vocabulary,push} ...` starts here."""
 
 import sys
 from pathlib import Path
