@@ -186,6 +186,12 @@ def run(arguments: argparse.Namespace) -> int:
     model = ModelOptions.read(arguments)
     folder = local_folder(model.model)
     prompts: Prompts = find_prompts(arguments.prompts, folder, options.has_choice and not arguments.check)
+    idle = [f for f in ("batch_sizes", "equal_budget", "sampled") if getattr(arguments, f)]
+    if arguments.check and idle:
+        flag = idle[0].replace("_", "-")
+        raise InputError(
+            f"--check compares greedy outputs, one prompt at a time, and --{flag} does not: give one of them"
+        )
     if arguments.check and model.dtype not in ("auto", "float32"):
         raise InputError(f"--check compares in float32, but --dtype is {model.dtype}: leave it out")
 

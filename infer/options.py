@@ -91,7 +91,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps, ... (default: the GPU if there is one)"
     )
-    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    group.add_argument("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
 
 
 def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,10 +132,23 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--stop",
         action="append",
+        type=not_empty,
         default=[],
         metavar="TEXT",
         help="end the output at TEXT; may be given again",
     )
+
+
+def not_empty(text: str) -> str:
+    """Any text but the empty one, with which every output ends at once."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty: every output would end at once")
+    return text
+
+
+def threads(text: str) -> int:
+    """A whole number from 1 to 1024."""
+    return number(text, int, lambda value: 1 <= value <= 1024, "a whole number from 1 to 1024")
 
 
 def positive(text: str) -> int:

@@ -21,6 +21,8 @@ from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.terminal import Terminal
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True)
 class TuneOptions:
@@ -102,6 +104,8 @@ def read_options(arguments: argparse.Namespace) -> TuneOptions:
     options = TuneOptions(**given | {"exit_layers": tuple(exits) if exits else None})
     options.decoding()  # contradictions of the sampling
     if options.png is not None:
+        if options.png.suffix.lower() not in _PICTURES:
+            raise InputError(f"--png {options.png}: name it with one of {', '.join(_PICTURES)}")
         if not options.png.parent.is_dir():
             raise InputError(f"--png {options.png}: there is no folder {options.png.parent}: make it first")
         if importlib.util.find_spec("matplotlib") is None:

@@ -101,7 +101,8 @@ def generate(
 
 
 def _output(session: Session, steps: Sequence[Sequence[Step]]) -> Tensor | SelfSpeculativeOutput:
-    config, prompts = session.config, session.input_ids
+    config = session.config
+    prompts = session.input_ids if session.shown is None else session.shown.to(session.input_ids.device)
     rows = [torch.cat([step.tokens for step in own], dim=1)[0] for own in steps]  # (new,) each
     longest = max(len(row) for row in rows)
     padding = config._pad_token_tensor if config._pad_token_tensor is not None else 0

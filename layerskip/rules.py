@@ -95,6 +95,7 @@ class Rejection:
         if k == 1:
             tokens = self.draw(q)[..., None]
         else:  # Gumbel-top-k: in descending order they are draws without replacement
+            k = min(k, q.shape[-1])
             exponentials = torch.empty_like(q).exponential_(generator=self.generator)
             tokens = (q / exponentials).topk(k, dim=-1).indices
         chances = q.gather(-1, tokens)
@@ -163,7 +164,7 @@ def most_promising(scores: Tensor, k: int) -> Proposal:
         tokens = scores.argmax(dim=-1, keepdim=True)
         nothing = tokens.new_zeros(tokens.shape, dtype=torch.float32)
         return Proposal(tokens, torch.ones_like(tokens, dtype=torch.bool), nothing, None)
-    weights, tokens = scores.log_softmax(dim=-1).topk(k, dim=-1)
+    weights, tokens = scores.log_softmax(dim=-1).topk(min(k, scores.shape[-1]), dim=-1)
     return Proposal(tokens, weights > -torch.inf, weights, None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 
 from layerskip.anatomy import check_positions, check_rope, device_of, unwrap
 from layerskip.cache import RollbackCache, check_own_cache
-from layerskip.choice import Choice, generators_of, samplers_of, seeds_of
+from layerskip.choice import Choice, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
 from layerskip.drafters import drafter_for
 from layerskip.refusals import refuse_arguments, refuse_cache, refuse_mode, refuse_named
@@ -45,6 +45,7 @@ class Session:
     config: GenerationConfig
     cache: RollbackCache
     grammar: GrammarProcessor | None = None
+    shown: Tensor | None = None  # (B, width) the prompts as they were given, where padding stood elsewhere
 
     def steps(self) -> Iterator[Step]:
         """Decode, with a warning where a row goes past the length that the model was made for."""
@@ -111,10 +112,21 @@ def prepare_session(
     if isinstance(generation_config, Sequence):
         if cache is not None:
             raise ValueError("a cache of one's own goes with a single generation config, not with a list: leave it out")
+        if not all(isinstance(config, GenerationConfig) for config in generation_config):
+            raise ValueError(
+                f"generation_config={generation_config!r}: the list must hold a GenerationConfig for each row"
+            )
         if any(config.num_return_sequences not in (None, 1) for config in generation_config):
             raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
         return _prepare_rows(model, inputs, drafting, choice, generation_config, **kwargs)
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise ValueError(f"generation_config={generation_config!r} is no GenerationConfig: give its settings by name")
     model = unwrap(model)
+    given_ids = inputs if inputs is not None else kwargs.get("input_ids")
+    if given_ids is not None and kwargs.get("attention_mask") is not None:
+        # What reads a prefix must not find padding between a prompt and what follows it.
+        inputs, kwargs["attention_mask"] = padded_left(given_ids, kwargs["attention_mask"])
+        kwargs.pop("input_ids", None)
     refuse_named(kwargs)
     refuse_cache(model, cache, kwargs, generation_config)
     setting = resolve_setting(model, **drafting)
@@ -138,13 +150,16 @@ def prepare_session(
         custom_generate=door,
         **kwargs,
     )
+    if given_ids is not None:
+        session = replace(session, shown=given_ids.repeat_interleave(len(session.input_ids) // len(given_ids), 0))
     if len(session.input_ids) == 1 or not session.samplers[0].reads_prefix:
         return session
     # Processors that read the prefix may hold something of every row (the prompts, an index). They are asked row by
     # row, so each row gets its own.
     given |= {"input_ids": None, "attention_mask": _mask(session), "num_return_sequences": 1}
     configs = [generation_config] * len(session.input_ids)
-    return _prepare_rows(model, session.input_ids, drafting, choice, configs, **given)
+    rows = _prepare_rows(model, session.input_ids, drafting, choice, configs, **given)
+    return replace(rows, shown=session.shown)
 
 
 def _prepare_rows(
@@ -164,12 +179,11 @@ def _prepare_rows(
     if prompts is None or len(prompts) != len(configs):
         given = "no prompts" if prompts is None else f"{len(prompts)} prompts"
         raise ValueError(f"got {len(configs)} generation configs for {given}: give one for each row")
-    batch, seeds, generators = len(configs), seeds_of(choice, len(configs)), generators_of(choice, len(configs))
-    sessions = []
+    batch, seeds, sessions = len(configs), seeds_of(choice, len(configs)), []
     for row, config in enumerate(configs):
         if prefix_allowed_tokens_fn is not None:  # transformers calls it with the row's number
             kwargs["prefix_allowed_tokens_fn"] = partial(_of_row, prefix_allowed_tokens_fn, row)
-        own = Choice(choice.acceptance, seeds, generators[row], choice.grammar)
+        own = choice.of_row(row, batch)
         mask = None if attention_mask is None else attention_mask[row : row + 1]
         prompt = prompts[row : row + 1]
         sessions.append(
@@ -184,12 +198,26 @@ def _prepare_rows(
         setting=first.setting,
         input_ids=torch.cat([session.input_ids for session in sessions]),
         attention_mask=torch.cat([_mask(session) for session in sessions]),
-        samplers=[session.samplers[0] for session in sessions],
+        samplers=[replace(session.samplers[0], seeds=seeds) for session in sessions],
         stops=[StopRule(session.stops[0].criteria, session.config.max_length) for session in sessions],
         config=longest,
         cache=_new_cache(first.stages, prompts.shape[1], longest.max_length),
         grammar=first.grammar,
+        shown=prompts,
     )
+
+
+def padded_left(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, width) prompts and their mask with all padding before them, wherever it stood.
+
+    Raises:
+        ValueError: if the two have different shapes.
+    """
+    if input_ids.shape != attention_mask.shape:
+        shapes = f"{tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}"
+        raise ValueError(f"attention_mask has the shape {shapes}: it must hold a 0 or 1 for each token")
+    order = attention_mask.bool().to(torch.uint8).argsort(dim=1, stable=True).to(input_ids.device)
+    return input_ids.gather(1, order), attention_mask.gather(1, order.to(attention_mask.device))
 
 
 def _mask(session: Session) -> Tensor:
@@ -228,6 +256,8 @@ def _door(
     limit = generation_config.max_length
     check_rope(model, width, limit)
     mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        input_ids, mask = padded_left(input_ids, mask)
     lengths = [width] * batch if mask is None else mask.bool().sum(1).tolist()  # of the prompts without padding
     check_positions(model, max(lengths), limit - width)
     if own_cache is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.anatomy import check_exit_layer, num_layers
 from layerskip.draft_stop import KINDS
-from layerskip.tree import Shape, parse_shape
+from layerskip.tree import MAX_TREE_TOKENS, Shape, parse_shape
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 KEY = "layerskip"
@@ -52,6 +53,10 @@ class Setting:
             n = getattr(self, name)
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ValueError(f"{name} must be a whole number, 0 or more, got {n!r}")
+        if self.num_draft_tokens > MAX_TREE_TOKENS:
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens} is more than {MAX_TREE_TOKENS}: draft fewer")
+        if not isinstance(self.draft_vocabulary, bool):
+            raise ValueError(f"draft_vocabulary={self.draft_vocabulary!r} is neither True nor False")
         if isinstance(self.tree, list):
             object.__setattr__(self, "tree", tuple(self.tree))
         if self.tree is not None:
@@ -61,7 +66,9 @@ class Setting:
         if isinstance(self.draft_stop, str):
             if self.draft_stop not in KINDS:
                 raise ValueError(f"draft_stop={self.draft_stop!r} is unknown: a probability, or {' or '.join(KINDS)}")
-        elif self.draft_stop is not None and not 0 <= self.draft_stop <= 1:
+        elif self.draft_stop is not None and (
+            isinstance(self.draft_stop, bool) or not isinstance(self.draft_stop, Real) or not 0 <= self.draft_stop <= 1
+        ):
             raise ValueError(f"draft_stop={self.draft_stop!r} is no probability: 0 to 1, or leave it out")
         if self.draft_stop is not None and self.tree is not None:
             raise ValueError("draft_stop ends chains, and a tree is no chain: leave one of the two out")

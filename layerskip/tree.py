@@ -70,7 +70,7 @@ def parse_shape(tree: str | Sequence[int]) -> Shape:
             )
         shape = Shape((branches,) * steps, tokens)
     else:
-        widths = tuple(tree)
+        widths: tuple[int, ...] = tuple(tree) if isinstance(tree, list | tuple) else ()
         if not widths or not all(type(width) is int and width >= 1 for width in widths):
             raise ValueError(f"tree={tree!r} is no list of widths: whole numbers from 1, one for each depth")
         shape = Shape(widths)

@@ -9,6 +9,7 @@ import layerskip
 from layerskip.anatomy import UnsupportedModelError
 from layerskip.block import Sight, place
 from layerskip.cache import RollbackCache
+from layerskip.session import padded_left
 from layerskip.stages import Stages
 from layerskip.tree import parse_shape
 from tests import tiny
@@ -164,6 +165,53 @@ def test_processors_of_a_row_know_which_row_it_is(tiny_llama):
     expected = tiny_llama.generate(ids, attention_mask=mask, **GREEDY, **kwargs)
     for way in ("chain", "tree"):
         assert torch.equal(decoded(tiny_llama, ids, mask, **kwargs, **WAYS[way]), expected)
+
+
+def test_what_spans_prompt_and_output_is_seen_wherever_padding_stands(tiny_llama):
+    """Bans, n-grams and biases that begin in the prompt hold in a batch padded on the right, too."""
+    ids, mask = batch("right")
+    left, left_mask = padded_left(ids, mask)
+    last = [int(ids[row, n - 1]) for row, n in enumerate((14, 9, 3))]
+    kwargs = {"bad_words_ids": [[token, t] for token in last for t in range(3, 50)], "no_repeat_ngram_size": 2}
+    kwargs["sequence_bias"] = {(token, 55): 9.0 for token in last}
+    for way in ("chain", "tree", "hybrid"):
+        right = decoded(tiny_llama, ids, mask, **kwargs, **WAYS[way])
+        assert torch.equal(right[:, 14:], decoded(tiny_llama, left, left_mask, **kwargs, **WAYS[way])[:, 14:])
+        assert torch.equal(right[:, :14], ids)
+    expected = tiny_llama.generate(left, attention_mask=left_mask, **GREEDY, **kwargs)
+    assert torch.equal(right[:, 14:], expected[:, 14:])
+
+
+def test_a_tree_wider_than_the_vocabulary(tiny_llama):
+    ids, mask = batch()
+    expected = tiny_llama.generate(ids, attention_mask=mask, **GREEDY)
+    for tree in ((65,), "s2_k65_d70"):
+        assert torch.equal(decoded(tiny_llama, ids, mask, tree=tree), expected)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"seed": [1, 2, 3, 4]}, "got 4 seeds for 3 rows"),
+        ({"seed": "abc"}, "a whole number from 0"),
+        ({"seed": True}, "a whole number from 0"),
+        ({"seed": -1}, "a whole number from 0"),
+        ({"seed": 2**64}, "a whole number from 0"),
+        ({"generator": 3}, r"no torch\.Generator"),
+        ({"grammar": "abc"}, r"no layerskip\.Grammar"),
+        ({"generation_config": {}}, "no GenerationConfig"),
+        ({"generation_config": [None] * 3}, "for each row"),
+        ({"draft_stop": True}, "no probability"),
+        ({"tree": 5}, "no list of widths"),
+        ({"draft_vocabulary": "yes"}, "neither True nor False"),
+        ({"num_draft_tokens": 10**14}, "more than 256"),
+        ({"attention_mask": torch.ones(1, 14)}, r"shape \(1, 14\)"),
+    ],
+)
+def test_values_that_are_none_are_told(tiny_llama, kwargs, message):
+    ids, mask = batch()
+    with pytest.raises(ValueError, match=message):
+        layerskip.generate(tiny_llama, ids, **{"attention_mask": mask, "exit_layer": 2, "do_sample": True, **kwargs})
 
 
 class Silent(BaseStreamer):

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -276,7 +276,8 @@ class Judge:
 
     def __init__(self, case: Case) -> None:
         self.case, self.model = case, model_of(case.architecture)
-        self.context = case.inputs()["input_ids"]  # (B, width)
+        self.left = replace(case, padding="left")  # wherever padding stands, processors and criteria find it before
+        self.context = self.left.inputs()["input_ids"]  # (B, width)
         self.excuses: list[str] = []
         self._prepared = [self._prepare(row) for row in range(len(case.prompts))]
 
@@ -286,7 +287,7 @@ class Judge:
         def door(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
             return logits_processor, stopping_criteria
 
-        return GenerationMixin.generate(self.model, custom_generate=door, **self.case.arguments([row]))
+        return GenerationMixin.generate(self.model, custom_generate=door, **self.left.arguments([row]))
 
     @torch.no_grad()
     def logits(self, row: int, tokens: list[int]) -> Tensor:

@@ -204,5 +204,5 @@ class TrainConfig:
         )
         check(
             self.model.lora_rank is None or self.recipe.adapter_rank is None,
-            "model.lora_rank changes the model and recipe.adapter_rank goes beside it, which is not supported: give one of them",
+            "model.lora_rank and recipe.adapter_rank do not go together yet: give one of them",
         )
