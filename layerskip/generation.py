@@ -52,7 +52,8 @@ def generate(
     """Generate as `model.generate(inputs, **kwargs)` does, drafting with layers [0:exit_layer).
 
     Greedy output is the model's own, token for token (in float32; in lower precision up to near-ties); sampled
-    output has the model's own distribution. A row's output does not depend on the other rows.
+    output has the model's own distribution. A row's output does not depend on the other rows, but for processors that
+    count or penalise tokens: they find the padding before a prompt, as transformers' own do.
 
     Args:
         model: a decoder-only causal LM in eval mode.

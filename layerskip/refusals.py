@@ -17,7 +17,6 @@ _REFUSED = {
     "token_type_ids": "leave it out, or use model.generate()",
     "assistant_model": "the model drafts for itself: leave it out",
     "prompt_lookup_num_tokens": "give lookup='hybrid' or 'only', and num_lookup_tokens",
-    "negative_prompt_ids": "classifier-free guidance keeps a state that cannot be rolled back: use model.generate()",
     "output_attentions": "leave it out, or use model.generate()",
     "output_hidden_states": "leave it out, or use model.generate()",
 }

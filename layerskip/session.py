@@ -21,6 +21,7 @@ from layerskip.cache import RollbackCache, check_own_cache
 from layerskip.choice import Choice, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
 from layerskip.drafters import drafter_for
+from layerskip.guidance import made_reversible
 from layerskip.refusals import refuse_arguments, refuse_cache, refuse_mode, refuse_named
 from layerskip.sampling import Sampler
 from layerskip.settings import Setting, resolve_setting
@@ -172,6 +173,8 @@ def _prepare_rows(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+    negative_prompt_ids: Tensor | None = None,
+    negative_prompt_attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Session:
     """Every row with a generation config and processors of its own: prepared one by one, decoded together."""
@@ -183,6 +186,10 @@ def _prepare_rows(
     for row, config in enumerate(configs):
         if prefix_allowed_tokens_fn is not None:  # transformers calls it with the row's number
             kwargs["prefix_allowed_tokens_fn"] = partial(_of_row, prefix_allowed_tokens_fn, row)
+        if negative_prompt_ids is not None:
+            kwargs["negative_prompt_ids"] = negative_prompt_ids[row : row + 1]
+        if negative_prompt_attention_mask is not None:
+            kwargs["negative_prompt_attention_mask"] = negative_prompt_attention_mask[row : row + 1]
         own = choice.of_row(row, batch)
         mask = None if attention_mask is None else attention_mask[row : row + 1]
         prompt = prompts[row : row + 1]
@@ -269,7 +276,9 @@ def _door(
         setting=setting,
         input_ids=input_ids.to(device_of(model)),
         attention_mask=mask,
-        samplers=samplers_of(logits_processor, bool(generation_config.do_sample), choice, batch),
+        samplers=samplers_of(
+            made_reversible(logits_processor, model, width), bool(generation_config.do_sample), choice, batch
+        ),
         stops=[StopRule(stopping_criteria)],
         config=generation_config,
         cache=_new_cache(stages, width, limit) if own_cache is None else own_cache,

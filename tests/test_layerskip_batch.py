@@ -214,6 +214,19 @@ def test_values_that_are_none_are_told(tiny_llama, kwargs, message):
         layerskip.generate(tiny_llama, ids, **{"attention_mask": mask, "exit_layer": 2, "do_sample": True, **kwargs})
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_guidance_is_generates(tiny_llama, way):
+    """Classifier-free guidance, with and without a negative prompt, each row its own."""
+    ids, mask = batch(lengths=(9, 9))
+    negative = torch.randint(3, 64, (2, 4), generator=torch.Generator().manual_seed(1))
+    for kwargs in ({"guidance_scale": 1.7}, {"guidance_scale": 1.7, "negative_prompt_ids": negative}):
+        first = kwargs | ({"negative_prompt_ids": negative[:1]} if "negative_prompt_ids" in kwargs else {})
+        alone = tiny_llama.generate(ids[:1], **GREEDY, **first)
+        assert torch.equal(decoded(tiny_llama, ids[:1], mask[:1], **first, **WAYS[way]), alone)
+        together = decoded(tiny_llama, ids, mask, **kwargs, **WAYS[way])
+        assert torch.equal(together, tiny_llama.generate(ids, attention_mask=mask, **GREEDY, **kwargs))
+
+
 class Silent(BaseStreamer):
     def put(self, value):
         pass

@@ -333,7 +333,6 @@ def test_a_carried_setting_that_does_not_fit(tiny_llama, prompt):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"past_key_values": object()}, "RollbackCache"),
-        ({"guidance_scale": 2.0}, "keeps a state"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tiny_llama, prompt, kwargs, message):

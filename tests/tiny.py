@@ -84,6 +84,19 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            **_GATED,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 1, 1, 0],  # three layers see chunks, the last one everything
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {**_GATED, **_MOE, "head_dim": 8, "sliding_window": 8, "layer_types": _FULL_SLIDING},
