@@ -72,9 +72,6 @@ class Setting:
             raise ValueError(f"draft_stop={self.draft_stop!r} is no probability: 0 to 1, or leave it out")
         if self.draft_stop is not None and self.tree is not None:
             raise ValueError("draft_stop ends chains, and a tree is no chain: leave one of the two out")
-        for name in ("tree", "draft_stop"):
-            if self.exit_layer is None and getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r} goes with an early exit: give exit_layer")
         if self.exit_layer is None and self.lookup in ("hybrid", "branch"):
             raise ValueError(f"lookup={self.lookup!r} goes with an early exit: give exit_layer, or lookup='only'")
 

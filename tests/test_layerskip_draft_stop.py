@@ -93,9 +93,5 @@ def test_settings_name_the_stop():
         Setting(2, 4, draft_stop="never")
     with pytest.raises(ValueError, match="0 to 1"):
         Setting(2, 4, draft_stop=1.5)
-    with pytest.raises(ValueError, match="goes with an early exit"):
-        Setting(None, 4, draft_stop=0.5)
-    with pytest.raises(ValueError, match="goes with an early exit"):
-        Setting(None, 4, tree=(2, 1))
     with pytest.raises(ValueError, match="leave one of the two out"):
         Setting(2, 4, tree=(2, 1), draft_stop=0.5)
