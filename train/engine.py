@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -119,3 +120,12 @@ def autocast(accelerator: Accelerator, config: TrainConfig) -> AbstractContextMa
     if is_sharded(accelerator) or config.model.dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End the run's trackers and process group."""
+    if accelerator.num_processes > 1:
+        # gloo's thread frees what its last barrier held, for which it needs the interpreter. Destroyed before that, the
+        # group waits for its thread and the thread for the interpreter, for ever (seen with torch 2.13 on a busy machine).
+        time.sleep(0.5)
+    accelerator.end_training()

@@ -21,7 +21,7 @@ from train.blocks import Batch, Mixture
 from train.checkpoint import half_written, latest_checkpoint, save_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter
-from train.engine import autocast, fill_gradients
+from train.engine import autocast, fill_gradients, leave
 from train.errors import TrainingError
 from train.evaluate import report
 from train.finish import finish, is_finished, record_before
@@ -130,11 +130,11 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 reporter.say(f"saved {saved}" + (", the best so far" if is_best else ""))
             if stop and not last_step:
                 reporter.say(f"stopped after step {progress.step}; the same command goes on from there")
-                accelerator.end_training()
+                leave(accelerator)
                 return 128 + (interrupts.signal or signal.SIGTERM)
 
         finish(run, reporter, tracker)
-    accelerator.end_training()
+    leave(accelerator)
     return 0
 
 
