@@ -125,7 +125,7 @@ def autocast(accelerator: Accelerator, config: TrainConfig) -> AbstractContextMa
 def leave(accelerator: Accelerator) -> None:
     """End the run's trackers and process group."""
     if accelerator.num_processes > 1:
-        # gloo's thread frees what its last barrier held, for which it needs the interpreter. Destroyed before that, the
-        # group waits for its thread and the thread for the interpreter, for ever (seen with torch 2.13 on a busy machine).
+        # gloo's thread frees what its last barrier held, for which it needs the interpreter. Destroyed before that,
+        # the group waits for its thread and the thread for the interpreter, for ever (seen with torch 2.13).
         time.sleep(0.5)
     accelerator.end_training()
