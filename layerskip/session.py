@@ -152,7 +152,14 @@ def prepare_session(
         **kwargs,
     )
     if given_ids is not None:
-        session = replace(session, shown=given_ids.repeat_interleave(len(session.input_ids) // len(given_ids), 0))
+        shown = given_ids.repeat_interleave(len(session.input_ids) // len(given_ids), 0)
+        found = given.get("attention_mask") is None
+        if found and not torch.equal(session.input_ids, shown.to(session.input_ids.device)):
+            # transformers found the padding out by itself, and made processors for where it stood.
+            given |= {"input_ids": None, "attention_mask": session.attention_mask, "num_return_sequences": 1}
+            arguments = {"generation_config": generation_config, "cache": cache, **given}
+            session = prepare_session(model, session.input_ids, drafting, choice, **arguments)
+        session = replace(session, shown=shown)
     if len(session.input_ids) == 1 or not session.samplers[0].reads_prefix:
         return session
     # Processors that read the prefix may hold something of every row (the prompts, an index). They are asked row by

@@ -182,6 +182,17 @@ def test_what_spans_prompt_and_output_is_seen_wherever_padding_stands(tiny_llama
     assert torch.equal(right[:, 14:], expected[:, 14:])
 
 
+def test_padding_that_transformers_finds_out_by_itself(tiny_llama):
+    """Without a mask: the same as with one, wherever it stands, also where a processor leaves out padding."""
+    ids, mask = batch("right")
+    for rows in (slice(0, 3), slice(1, 2)):
+        for way in ("chain", "tree"):
+            kwargs = {"repetition_penalty": 0.6, "pad_token_id": 0, **WAYS[way]}
+            told = decoded(tiny_llama, ids[rows], mask[rows], **kwargs)
+            assert torch.equal(decoded(tiny_llama, ids[rows], None, **kwargs), told)
+            assert torch.equal(told[:, :14], ids[rows])
+
+
 def test_a_tree_wider_than_the_vocabulary(tiny_llama):
     ids, mask = batch()
     expected = tiny_llama.generate(ids, attention_mask=mask, **GREEDY)
