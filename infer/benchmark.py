@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InputError
-from infer.options import ACCEPTANCES, ModelOptions, add_model_flags, positive, positives, seed
+from infer.options import ACCEPTANCES, ModelOptions, add_model_flags, add_prompt_flags, positives, seed
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.speculation import LOOKUPS, Tuned, add_drafting_flags, tree
@@ -140,12 +140,6 @@ def _arms_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
     defaults = BenchmarkOptions
-    add = parser.add_argument_group("prompts and lengths").add_argument
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
-    )
     counts = {
         "--num-prompts": (
             defaults.num_prompts,
@@ -155,8 +149,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens": (defaults.max_new_tokens, "an output ends earlier at the end-of-sequence token"),
         "--repeats": (defaults.repeats, "times that everything is run"),
     }
-    for flag, (default, help_line) in counts.items():
-        add(flag, type=positive, default=default, metavar="N", help=f"{help_line} (default: %(default)s)")
+    add = add_prompt_flags(parser, counts)
     add("--seed", type=seed, default=defaults.seed, metavar="N", help="of the sampling (default: %(default)s)")
     add(
         "--json",

@@ -10,6 +10,7 @@ from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.streaming import stream
 from layerskip.anatomy import num_layers
+from layerskip.cache import shared_length
 from layerskip.settings import Setting
 
 
@@ -100,11 +101,7 @@ class Conversation:
 
     def _rewind(self, prompt: list[int]) -> None:
         """Keep of the cache what the prompt begins with; its last token is always computed."""
-        shared = 0
-        for cached, wanted in zip(self._cached, prompt[:-1], strict=False):
-            if cached != wanted:
-                break
-            shared += 1
+        shared = shared_length(self._cached, prompt[:-1])
         self._cache.rollback(shared)
         self._cached = self._cached[:shared]
         self.prefilled = len(prompt) - shared

@@ -1,6 +1,7 @@
 """Flags that several commands share, and the frozen settings they become. Nothing here imports torch."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,19 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the output at TEXT; may be given again",
     )
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> Any:
+    """--prompts, and counts by flag (default, what it counts); returns the group's `add_argument`."""
+    add = parser.add_argument_group("prompts and lengths").add_argument
+    add(
+        "--prompts",
+        metavar="FILE",
+        help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
+    )
+    for flag, (default, help_line) in counts.items():
+        add(flag, type=positive, default=default, metavar="N", help=f"{help_line} (default: %(default)s)")
+    return add
 
 
 def not_empty(text: str) -> str:

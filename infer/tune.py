@@ -11,6 +11,7 @@ from infer.options import (
     DecodingOptions,
     ModelOptions,
     add_model_flags,
+    add_prompt_flags,
     not_negative,
     positive,
     positives,
@@ -75,19 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=not_negative, default=defaults.temperature, metavar="T", help="0 is greedy (default)")
     add("--top-p", type=share, metavar="P", help="tune for sampling from the most probable tokens that make up P")
     add("--seed", type=seed, default=defaults.seed, metavar="N", help="of the sampling (default: %(default)s)")
-    add = parser.add_argument_group("prompts and lengths").add_argument
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
-    )
     counts = {
         "--num-prompts": (defaults.num_prompts, "prompts to choose with; half as many others confirm the choice"),
         "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
         "--max-new-tokens": (defaults.max_new_tokens, "tokens that each prompt is continued with"),
     }
-    for flag, (default, help_line) in counts.items():
-        add(flag, type=positive, default=default, metavar="N", help=f"{help_line} (default: %(default)s)")
+    add_prompt_flags(parser, counts)
     add = parser.add_argument_group("output").add_argument
     add("--write", action="store_true", help="put the choice into MODEL: generate, chat and others then decode with it")
     add("--png", type=Path, metavar="FILE", help="draw the forecasts as a heat map")

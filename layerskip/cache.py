@@ -258,3 +258,11 @@ def _buffer_like(states: Tensor, capacity: int) -> Tensor:
     # attention is masked from must still be finite, and short rows have slots that are never written.
     with torch.inference_mode(False):
         return torch.zeros(batch, heads, capacity, width, dtype=states.dtype, device=states.device)
+
+
+def shared_length(a: list[int], b: list[int]) -> int:
+    """How many first tokens two sequences share: what a cache of the one can serve the other with."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

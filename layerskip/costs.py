@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.anatomy import decoder_layers, unwrap
+from layerskip.anatomy import decoder_layers, device_of, unwrap
 from layerskip.choice import Choice
 from layerskip.session import prepare_session
 from layerskip.stages import Stages
@@ -153,7 +153,7 @@ class _IdleStages:
 
     def __init__(self, stages: Stages, width: int) -> None:
         self.model = stages.model
-        device, dtype = stages.model.device, stages.model.dtype
+        device, dtype = device_of(stages.model), stages.model.dtype
         vocab_size = stages.model.get_input_embeddings().num_embeddings
         peaks = torch.arange(vocab_size, device=device).mul(0.7).sin().mul(8).to(dtype)  # some tokens likely, most not
         self._logits = peaks.expand(1, width, -1).clone()  # (1, width, vocab)
@@ -176,12 +176,12 @@ def _idle_round(
     # Draft and target say the same, so that every draft is accepted and every round as long as it may be.
     arguments = {**arguments, "max_new_tokens": _IDLE_ROUNDS * (num_draft_tokens + 1), "eos_token_id": None}
     drafting = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    prompt = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    prompt = torch.zeros(1, 2, dtype=torch.long, device=device_of(model))
     arguments["attention_mask"] = torch.ones_like(prompt)
     session = prepare_session(model, prompt, drafting, Choice(), **arguments)
     idle: Any = _IdleStages(session.stages, num_draft_tokens + 1)
     session = replace(session, stages=idle)
-    return _fastest(idle.model.device, lambda: list(session.steps()), lambda: None, repeats) / _IDLE_ROUNDS
+    return _fastest(device_of(idle.model), lambda: list(session.steps()), lambda: None, repeats) / _IDLE_ROUNDS
 
 
 class _StageClock:
@@ -200,13 +200,13 @@ class _StageClock:
         return self._time(lambda: self.stages.verify(tokens, hidden, self.cache))
 
     def _time(self, call: Callable[[], object]) -> float:
-        return _fastest(self.stages.model.device, call, lambda: self.cache.rollback(self.context), self.repeats)
+        return _fastest(device_of(self.stages.model), call, lambda: self.cache.rollback(self.context), self.repeats)
 
 
 def _time_plain(stages: Stages, context: int, repeats: int) -> float:
     cache, token = _filled_cache(stages, context), _tokens(stages, 1)
     call = partial(stages.verify, token, None, cache)
-    return _fastest(stages.model.device, call, lambda: cache.rollback(context), repeats)
+    return _fastest(device_of(stages.model), call, lambda: cache.rollback(context), repeats)
 
 
 def _fastest(device: torch.device, call: Callable[[], object], undo: Callable[[], None], repeats: int) -> float:
@@ -233,7 +233,7 @@ def _filled_cache(stages: Stages, context: int):  # type: ignore[no-untyped-def]
 
 def _tokens(stages: Stages, n: int) -> Tensor:
     vocab_size = stages.model.get_input_embeddings().num_embeddings
-    return torch.arange(n, device=stages.model.device).remainder(vocab_size)[None]
+    return torch.arange(n, device=device_of(stages.model)).remainder(vocab_size)[None]
 
 
 def _interpolate(table: dict[int, float], x: int) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerskip.cache import shared_length
+
 _MAX_STATES = 64  # one for each row of a large batch
 _MAX_UNDO = 16  # tokens rolled back in place; a prefix that parts earlier (another row) gets a state of its own
 
@@ -35,8 +37,8 @@ class ParserStates:
         """A parser that has consumed a prefix of `output`, now the most recent."""
         shared, index = 0, None
         for i, (_, tokens) in enumerate(self._states):
-            if index is None or _shared(tokens, output) > shared:
-                shared, index = _shared(tokens, output), i
+            if index is None or shared_length(tokens, output) > shared:
+                shared, index = shared_length(tokens, output), i
         matcher, tokens = self._states[index] if index is not None else (self._start.deep_copy(), [])
         undo = len(tokens) - shared
         if undo > _MAX_UNDO:
@@ -49,11 +51,3 @@ class ParserStates:
         self._states.insert(0, (matcher, tokens))
         del self._states[_MAX_STATES:]
         return matcher, tokens
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """How many first elements are the same."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from layerskip.cache import RollbackCache
+from layerskip.cache import RollbackCache, shared_length
 from layerskip.stages import Stages
 
 
@@ -47,9 +47,7 @@ class Guidance(LogitsProcessor):
         start = start if self.negative_prompt is None else self.negative_prompt.to(input_ids.device)
         tokens = torch.cat([start, input_ids[:, self.prompt_length :]], dim=1)  # (1, n)
         wanted = tokens[0].tolist()
-        shared = 0
-        while shared < min(len(self._read), len(wanted) - 1) and self._read[shared] == wanted[shared]:
-            shared += 1
+        shared = min(shared_length(self._read, wanted), len(wanted) - 1)  # one is read in any case, for its logits
         self._cache.rollback(shared)
         logits = self._stages.verify(tokens[:, shared:], None, self._cache)
         self._read = wanted

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.acceptance import Walk, chain_walk, leading_true, walk_chosen, walk_sampled
+from layerskip.acceptance import Walk, accept_greedy, chain_walk, walk_chosen, walk_sampled
 from layerskip.block_verification import walk_block
 from layerskip.noise import Noise
 from layerskip.tree import Draft
@@ -171,7 +171,7 @@ def most_promising(scores: Tensor, k: int) -> Proposal:
 def follow(draft: Draft, chosen: Tensor) -> tuple[Walk, Tensor]:
     """From the root along the children that are what the target chose after their parent: (R, N+1)."""
     if draft.is_chain:  # no loop over its depth
-        num_accepted = leading_true(draft.tokens == chosen[:, :-1])
-        return chain_walk(num_accepted, draft.tokens.shape[1]), chosen.gather(1, num_accepted[:, None])[:, 0]
+        num_accepted, following = accept_greedy(draft.tokens, chosen)
+        return chain_walk(num_accepted, draft.tokens.shape[1]), following[:, 0]
     walk = walk_chosen(draft.tokens, draft.parents, draft.valid, chosen)
     return walk, chosen.gather(1, walk.last[:, None])[:, 0]

@@ -43,6 +43,7 @@ class Session:
     attention_mask: Tensor | None  # (B, width), None without padding
     samplers: list[Sampler]  # one, or one for each row
     stops: list[StopRule]  # one, or one for each row
+    max_lengths: list[int]  # likewise: most tokens in all
     config: GenerationConfig
     cache: RollbackCache
     grammar: GrammarProcessor | None = None
@@ -69,14 +70,13 @@ class Session:
             yield step
 
     def _decode(self) -> Iterator[Step]:
-        lengths = [stop.max_length or self.config.max_length for stop in self.stops]
         return decode(
             self.stages,
             self._prompts(),
             self.samplers[0] if len(self.samplers) == 1 else self.samplers,
             self.stops[0] if len(self.stops) == 1 else self.stops,
             drafter=drafter_for(self.setting, self.grammar),
-            max_length=lengths[0] if len(lengths) == 1 else lengths,
+            max_length=self.max_lengths[0] if len(self.max_lengths) == 1 else self.max_lengths,
             cache=self.cache,
             contexts=list(self.input_ids),
             keep_scores=bool(self.config.output_scores or self.config.output_logits),
@@ -213,7 +213,8 @@ def _prepare_rows(
         input_ids=torch.cat([session.input_ids for session in sessions]),
         attention_mask=torch.cat([_mask(session) for session in sessions]),
         samplers=[replace(session.samplers[0], seeds=seeds) for session in sessions],
-        stops=[StopRule(session.stops[0].criteria, session.config.max_length) for session in sessions],
+        stops=[session.stops[0] for session in sessions],
+        max_lengths=[session.config.max_length for session in sessions],
         config=longest,
         cache=_new_cache(first.stages, prompts.shape[1], longest.max_length),
         grammar=first.grammar,
@@ -287,6 +288,7 @@ def _door(
             made_reversible(logits_processor, model, width), bool(generation_config.do_sample), choice, batch
         ),
         stops=[StopRule(stopping_criteria)],
+        max_lengths=[limit],
         config=generation_config,
         cache=_new_cache(stages, width, limit) if own_cache is None else own_cache,
         grammar=grammar,

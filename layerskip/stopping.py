@@ -15,14 +15,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 
 class StopRule:
-    """A `decoding.Stop` over transformers' criteria.
+    """A `decoding.Stop` over transformers' criteria."""
 
-    Args:
-        max_length: of a row that ends earlier than the others must; None: the loop counts.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, max_length: int | None = None) -> None:
-        self.criteria, self.max_length = criteria, max_length
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
         # The end-of-sequence ids are looked up in a set; the rest is asked.
         self.eos_token_ids: set[int] = set()
         self.others = StoppingCriteriaList()
@@ -39,8 +34,6 @@ class StopRule:
             if token in self.eos_token_ids:
                 return kept, True
             if self.others and bool(self.others(whole[:, : committed.shape[1] + kept], None).all()):
-                return kept, True
-            if self.max_length is not None and committed.shape[1] + kept >= self.max_length:
                 return kept, True
         return new.shape[1], False
 

@@ -139,6 +139,7 @@ class Growth:
         self.depths = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.valid = torch.ones(batch, 1, dtype=torch.bool, device=device)
         self.ancestors = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
+        self._rooms = torch.tensor(rows.rooms, device=device)[:, None]  # (B, 1): what is deeper could not stay
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
@@ -152,8 +153,7 @@ class Growth:
         old = torch.cat([self.ancestors, self.ancestors.new_zeros(batch, first, n)], dim=2)
         self.ancestors = torch.cat([old, torch.cat([above, own], dim=2)], dim=1)
         depths = self.depths.gather(1, parents) + 1
-        rooms = torch.tensor(self.rows.rooms, device=tokens.device)[:, None]  # (B, 1): what is deeper could not stay
-        self.valid = torch.cat([self.valid, valid & self.valid.gather(1, parents) & (depths < rooms)], dim=1)
+        self.valid = torch.cat([self.valid, valid & self.valid.gather(1, parents) & (depths < self._rooms)], dim=1)
         self.depths = torch.cat([self.depths, depths], dim=1)
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
