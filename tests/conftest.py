@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests import tiny
+from tests import documents, tiny
 
 torch.set_num_threads(1)
 
@@ -63,3 +64,11 @@ def train_tiny(tmp_path_factory):
         return folder
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory) -> Path:
+    """A finished run of configs/tiny.yaml, trained through the real door."""
+    folder = tmp_path_factory.mktemp("runs") / "quickstart"
+    documents.run(f"accelerate launch train configs/tiny.yaml run.output_dir={shlex.quote(str(folder))}")
+    return folder

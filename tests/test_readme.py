@@ -1,56 +1,14 @@
 """Every command and snippet of the README runs, on a tiny run instead of the quickstart's; so do the scripts."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.documents import ROOT, cheap, commands, links, on, run, snippets
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = [
-    line[2:].partition("  #")[0].strip()
-    for block in re.findall(r"```console\n(.*?)```", README, flags=re.DOTALL)
-    for line in block.splitlines()
-    if line.startswith("$ ")
-]
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-def run(command: str, **environment: str) -> str:
-    result = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
-    return result.stdout
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory) -> Path:
-    """A finished run of configs/tiny.yaml, trained through the real door."""
-    folder = tmp_path_factory.mktemp("runs") / "quickstart"
-    run(f"accelerate launch train configs/tiny.yaml run.output_dir={shlex.quote(str(folder))}")
-    return folder
-
-
-def on(tiny_run: Path, text: str) -> str:
-    """The README's text with the tiny run and config in the quickstart's place."""
-    return text.replace("runs/quickstart", str(tiny_run)).replace("configs/quickstart.yaml", "configs/tiny.yaml")
+COMMANDS = commands(README)
+SNIPPETS = snippets(README)
 
 
 def test_there_is_something_to_run():
@@ -67,10 +25,7 @@ def test_commands(command, tiny_run):
         return
     if command.startswith("pip "):
         return
-    command = on(tiny_run, command)
-    if "infer benchmark" in command:
-        command = command.replace("--num-draft-tokens 3,4,6", "--num-draft-tokens 2,3").replace("1,2,4,8,16", "1,2")
-        command += " --num-prompts 1 --repeats 1 --max-new-tokens 8"
+    command = cheap(on(tiny_run, command))
     if "accelerate launch" in command:
         command += f" run.output_dir={tiny_run.parent / 'again'} optim.max_steps=2"
     run(command)
@@ -112,5 +67,5 @@ def test_every_module_is_in_the_tree():
 
 
 def test_what_the_readme_links_is_there():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+    for target in links(README):
         assert (ROOT / target).exists(), target
