@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import layerskip
+from infer.latency import Timing
 from layerskip.anatomy import decoder_layers
 from layerskip.settings import Setting
 from layerskip.stats import Statistics
@@ -31,12 +32,14 @@ class Output:
         seconds: wall time of the call, prefill included.
         statistics: of its steps, if the arm counts them.
         peak_bytes: most GPU memory in use during the call; None on a CPU.
+        timing: when its tokens came, where a `Stopwatch` was its streamer.
     """
 
     tokens: list[int]
     seconds: float
     statistics: Statistics | None
     peak_bytes: int | None
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
