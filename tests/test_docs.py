@@ -31,8 +31,8 @@ def test_commands(command, tiny_run, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippets(snippet, tiny_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_snippets(snippet, tiny_run, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
     exec(compile(on(tiny_run, snippet), "docs", "exec"), {"__name__": "__main__"})
 
 
@@ -46,3 +46,7 @@ def test_every_page_can_be_found():
     """docs/README.md names each other page."""
     named = {Path(target).name for target in links(TEXTS["README.md"])}
     assert named >= set(TEXTS) - {"README.md"}
+
+
+def test_the_api_reference_says_what_the_docstrings_say():
+    run("python scripts/api_reference.py --check")
