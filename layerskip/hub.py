@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import glob
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from layerskip.card import HubError, read_json, write_model_card
+from layerskip.card import write_model_card
+from layerskip.run_record import HubError
+from layerskip.shared_files import check_checkpoint, shared_files, stage
 
-# Named in config.json by these keys. layerskip.adapters and layerskip.vocabulary have the names too, and torch.
-_COMPANIONS = {"adapters": "exit_adapters.safetensors", "draft_vocabulary": "draft_vocabulary.safetensors"}
-# What is uploaded. All else stays: checkpoints and optimizer states, packed data, logs, and what names local
-# paths (config.yaml, provenance.json).
-_UPLOADED = (
-    *("README.md", "LICENSE*", "config.json", "generation_config.json", "model*.safetensors", "*.index.json"),
-    *_COMPANIONS.values(),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
-    *("chat_template*", "evaluation.json", "benchmark.json", "metrics.jsonl", "prompts/*.jsonl"),
-)
+__all__ = ["HubError", "UnreachableError", "check_repo_id", "check_revision", "upload"]
 
 
-def upload_files(run_dir: Path) -> list[Path]:
-    """The files of a run that `upload` sends, the model card among them only if it is there already.
-
-    Raises:
-        HubError: if the folder holds no finished checkpoint.
-    """
-    _check_checkpoint(run_dir)
-    return sorted({path for pattern in _UPLOADED for path in run_dir.glob(pattern) if path.is_file()})
+class UnreachableError(HubError):
+    """The Hub did not answer, or broke off: the same upload may well succeed later."""
 
 
 def upload(
@@ -40,15 +28,19 @@ def upload(
     revision: str | None = None,
     token: str | None = None,
     license: str | None = None,
+    base_model: str | None = None,
+    exclude: Sequence[str] = (),
 ) -> str:
-    """Write the model card and upload the run in one commit.
+    """Write the model card and upload the run. Interrupted, the same call sends only what is still missing.
 
     Args:
         repo_id: owner/name; made if it is not there.
         private: of a repository that is made; None is the owner's default.
         revision: branch; made if it is not there. None is the main branch.
         token: None is the one that `hf auth login` or HF_TOKEN left.
-        license: for the card, as the Hub names it, e.g. apache-2.0.
+        license: for the card, as the Hub names it, e.g. apache-2.0; None: the base model's, where it is known.
+        base_model: for the card, a Hub id; None: what the run's settings say.
+        exclude: patterns of names that are not uploaded.
 
     Returns:
         The address of what was uploaded.
@@ -57,34 +49,43 @@ def upload(
         HubError: if the folder, the name, the token or the network will not do.
     """
     check_repo_id(repo_id)
-    _check_checkpoint(run_dir)
+    check_checkpoint(run_dir)
+    if revision is not None:
+        check_revision(revision)
     token = token or get_token()
     if token is None:
         raise HubError("no Hugging Face token: run `hf auth login`, or set HF_TOKEN to one that may write")
-    write_model_card(run_dir, repo_id, license)
+    write_model_card(run_dir, repo_id, license, base_model)
+    files = shared_files(run_dir, exclude)
     api = HfApi(token=token)
-    try:
-        _send(api, run_dir, repo_id, private, revision)
-    except HfHubHTTPError as error:
-        raise HubError(_refusal(repo_id, error)) from error
-    except (HTTPError, ConnectionError, TimeoutError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise HubError(f"cannot reach {api.endpoint} ({reason}): check the network and HF_HUB_OFFLINE") from error
+    with tempfile.TemporaryDirectory(prefix="layerskip-") as folder:
+        stage(files, Path(folder))
+        try:
+            _send(api, Path(folder), repo_id, private, revision)
+        except HubError:
+            raise
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: metadata or an LFS answer
+            raise _explain(api, repo_id, error) from error
     return f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
 
 
-def _send(api: HfApi, run_dir: Path, repo_id: str, private: bool | None, revision: str | None) -> None:
-    names = [path.relative_to(run_dir).as_posix() for path in upload_files(run_dir)]
+def _send(api: HfApi, folder: Path, repo_id: str, private: bool | None, revision: str | None) -> None:
+    """`upload_folder` and not `create_commit` or `upload_large_folder`, because of what happens when it breaks off.
+
+    With hf_xet (which transformers brings) chunks are retried and, sent again, cost nothing as the store has them;
+    without, LFS objects are: every request is tried six times, and a second call is told which objects are there
+    already. Either way files come into the repository by a commit at the end: it never holds half a model.
+    `upload_large_folder` keeps its state in the run's own folder, commits piece by piece, and is gone from newer
+    releases, whose `upload_folder` does its work.
+    """
     api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.model_info(repo_id).private:
+        raise HubError(
+            f"{repo_id} is there already, and public: make it private in its settings, or leave --private out"
+        )
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    api.upload_folder(
-        repo_id=repo_id,
-        folder_path=run_dir,
-        revision=revision,
-        allow_patterns=[glob.escape(name) for name in names],
-        commit_message="Upload a LayerSkip run",
-    )
+    api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload a LayerSkip run")
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -99,23 +100,49 @@ def check_repo_id(repo_id: str) -> None:
         raise HubError(f"{repo_id!r} names no repository: write owner/name, of letters, digits, '-', '_' and '.'")
 
 
-def _check_checkpoint(run_dir: Path) -> None:
-    if not run_dir.is_dir():
-        raise HubError(f"{run_dir} is no folder: give the folder of a finished run")
-    if not (run_dir / "config.json").is_file():
-        raise HubError(f"{run_dir} holds no config.json: give the folder of a finished run")
-    index = read_json(run_dir / "model.safetensors.index.json")
-    shards = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
-    carried = read_json(run_dir / "config.json").get("layerskip") or {}
-    shards.update(file for key, file in _COMPANIONS.items() if carried.get(key))
-    missing = sorted(shard for shard in shards if not (run_dir / shard).is_file())
-    if missing:
-        raise HubError(f"{run_dir} holds no {missing[0]}: only a whole checkpoint in safetensors is uploaded")
+def check_revision(revision: str) -> None:
+    """Raise HubError unless a branch can have this name: git's rules, and none of the Hub's own refs."""
+    parts = revision.split("/")
+    ends = ("", ".", ".lock")
+    bad = any(not part or part.startswith(".") or part.endswith(ends[1:]) for part in parts)
+    bad = bad or any(c in revision for c in " ~^:?*[\\\x7f") or ".." in revision or "@{" in revision
+    if bad or revision.startswith(("-", "refs/")) or not revision.isprintable():
+        raise HubError(f"{revision!r} cannot name a branch: write letters, digits, '-', '_', '.', such as trial-2")
 
 
-def _refusal(repo_id: str, error: HfHubHTTPError) -> str:
-    status = error.response.status_code if error.response is not None else None
-    if status in (401, 403):
-        return f"the token may not write to {repo_id}: use one with write access, or another owner/name"
-    reason = (error.server_message or str(error)).strip().partition("\n")[0]
-    return f"the Hub refused {repo_id} ({status}: {reason})"
+def _explain(api: HfApi, repo_id: str, error: BaseException) -> HubError:
+    """The error in one line: what the Hub or the network said, wherever in the chain of causes it stands."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    refused = next((each for each in chain if isinstance(each, HfHubHTTPError)), None)
+    if refused is not None:
+        return _refusal(repo_id, refused)
+    if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
+        return HubError(f"cannot reach {api.endpoint}: HF_HUB_OFFLINE is set; unset it")
+    if any(isinstance(each, HTTPError | ConnectionError | TimeoutError) for each in chain):
+        reason = _first_line(chain[-1])
+        return UnreachableError(f"cannot reach {api.endpoint} ({reason}): check the network; the same call goes on")
+    return HubError(f"{repo_id} was not uploaded ({_first_line(error)}); the same call goes on where it broke off")
+
+
+def _refusal(repo_id: str, error: HfHubHTTPError) -> HubError:
+    status = error.response.status_code if error.response is not None else 0
+    reason = (error.server_message or "").strip().partition("\n")[0].rstrip(".")
+    said = f" ({status}{': ' if reason else ''}{reason})"
+    if status == 401:
+        return HubError(f"the Hub does not accept the token{said}: run `hf auth login`, or set HF_TOKEN anew")
+    if status == 403:
+        owner = repo_id.partition("/")[0]
+        return HubError(
+            f"the token may not write to {repo_id}{said}: use one with write access to {owner}, or another owner/name"
+        )
+    if status == 404:
+        return HubError(f"the Hub does not find {repo_id}{said}: check owner and name, and what the token may see")
+    if status >= 500 or status in (408, 429):
+        return UnreachableError(f"the Hub could not take {repo_id} now{said}: the same call, later, goes on")
+    return HubError(f"the Hub refused {repo_id} ({status}: {reason or _first_line(error)})")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
