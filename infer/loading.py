@@ -14,7 +14,7 @@ from transformers.utils import logging
 from infer.errors import InputError, first_line
 from infer.options import ModelOptions
 from infer.source import local_folder
-from infer.speculation import SpeculationOptions, Tuned, in_flags
+from infer.speculation import Auto, SpeculationOptions, Tuned, in_flags
 from layerskip.adapters import adapters_of, find_adapters
 from layerskip.anatomy import check_exit_layer
 from layerskip.machine import fast_dtype
@@ -42,7 +42,7 @@ class Loaded:
 
 
 def load(
-    options: ModelOptions, exit_layers: Sequence[int | Tuned | None] = (), needs_vocabulary: bool = True
+    options: ModelOptions, exit_layers: Sequence[int | Auto | Tuned | None] = (), needs_vocabulary: bool = True
 ) -> Loaded:
     """Load what `options` names; `exit_layers` are those it will be asked to decode with.
 
@@ -72,7 +72,7 @@ def load(
     try:
         adapters_of(model)
         for exit_layer in exit_layers:
-            Stages(model, None if exit_layer == "tuned" else exit_layer)
+            Stages(model, exit_layer if isinstance(exit_layer, int) else None)
     except ValueError as error:  # the library's refusal of a model it cannot cut, or of its adapters
         raise InputError(str(error)) from None
     return Loaded(options.model, model, tokenizer)
@@ -100,7 +100,7 @@ def check_tree(tree: str | tuple[int, ...]) -> None:
 
 
 def choose_setting(
-    loaded: Loaded, exit_layer: int | Tuned | None, num_draft_tokens: int | Tuned, **others: Any
+    loaded: Loaded, exit_layer: int | Auto | Tuned | None, num_draft_tokens: int | Auto | Tuned, **others: Any
 ) -> Setting | None:
     """What was asked for, completed by what the checkpoint carries.
 
@@ -168,11 +168,11 @@ def _read(name: str, what: str, read: Any, source: str, **arguments: Any) -> Any
         ) from None
 
 
-def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | Tuned | None]) -> None:
+def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | Auto | Tuned | None]) -> None:
     num_layers = config.get_text_config(decoder=True).num_hidden_layers
     try:
         for exit_layer in exit_layers:
-            if exit_layer is not None and exit_layer != "tuned":
+            if isinstance(exit_layer, int):
                 check_exit_layer(exit_layer, num_layers)
     except ValueError as error:
         raise InputError(str(error)) from None

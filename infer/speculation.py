@@ -8,6 +8,7 @@ from typing import Any, Literal
 from infer.errors import InputError
 
 Tuned = Literal["tuned"]
+Auto = Literal["auto"]
 LOOKUPS = ("off", "only", "hybrid", "branch")
 STOPS = ("heuristic", "cost")
 _DYNAMIC = re.compile(r"s\d+_k\d+_d\d+")
@@ -17,8 +18,8 @@ _DYNAMIC = re.compile(r"s\d+_k\d+_d\d+")
 class SpeculationOptions:
     """What `layerskip.settings.Setting` says in the end; "tuned" is what the checkpoint carries."""
 
-    exit_layer: int | Tuned | None = "tuned"  # layers that draft; None: plain
-    num_draft_tokens: int | Tuned = "tuned"  # most tokens drafted a step by a chain
+    exit_layer: int | Auto | Tuned | None = "tuned"  # layers that draft; "auto": what pays; None: plain
+    num_draft_tokens: int | Auto | Tuned = "tuned"  # most tokens drafted a step by a chain; "auto": as many as pay
     tree: str | tuple[int, ...] | Tuned = "tuned"  # shape of the candidate trees instead of a chain
     lookup: str = "tuned"  # prompt lookup: one of LOOKUPS
     draft_stop: float | str = "tuned"  # when a chain ends earlier: a probability, or one of STOPS
@@ -36,6 +37,13 @@ class SpeculationOptions:
             raise InputError(
                 f"{others[0]} does nothing with --lookup only, where no layer drafts: leave one of the two out"
             )
+        auto = next((flag for flag in ("--exit-layer", "--num-draft-tokens") if given.get(flag) == "auto"), None)
+        if auto and self.lookup == "branch":
+            raise InputError(f"{auto} auto weighs chains, which --lookup branch makes trees of: use --lookup hybrid")
+        if auto and self.draft_stop not in ("tuned", "cost"):
+            raise InputError(f"{auto} auto ends drafts by itself, and so does --draft-stop: leave one of the two out")
+        if given.get("--exit-layer") == "auto" and "--tree" in given:
+            raise InputError("--exit-layer auto weighs chains, and --tree grows none: give a number of layers")
         for flag in ("--num-draft-tokens", "--draft-stop"):
             if "--tree" in given and flag in given:
                 raise InputError(f"{flag} is of chains, and --tree grows none: leave one of the two out")
@@ -63,14 +71,15 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         type=exit_layer,
         default="tuned",
         metavar="E",
-        help="layers that draft, 1 .. L-1; none: plain decoding (default: what the checkpoint carries)",
+        help="layers that draft, 1 .. L-1; auto: in every step what pays best; none: plain decoding (default: what the "
+        "checkpoint carries)",
     )
     group.add_argument(
         "--num-draft-tokens",
         type=draft_tokens,
         default="tuned",
         metavar="K",
-        help="most tokens drafted a step (default: what the checkpoint carries, else 4)",
+        help="most tokens drafted a step; auto: as many as pay (default: what the checkpoint carries, else 4)",
     )
     group.add_argument(
         "--tree",
@@ -117,16 +126,18 @@ def in_flags(error: ValueError) -> str:
     return re.sub(rf"(?<![\w-])({names})\b", lambda found: "--" + found[0].replace("_", "-"), text)
 
 
-def exit_layer(text: str) -> int | Tuned | None:
-    """1 or more; None for "none"; or "tuned"."""
-    if text in ("none", "tuned"):
-        return None if text == "none" else "tuned"
-    return number(text, int, lambda value: value >= 1, "a number of layers, 1 or more, or none")
+def exit_layer(text: str) -> int | Auto | Tuned | None:
+    """1 or more; None for "none"; "auto" or "tuned"."""
+    words: dict[str, Auto | Tuned | None] = {"none": None, "auto": "auto", "tuned": "tuned"}
+    if text in words:
+        return words[text]
+    return number(text, int, lambda value: value >= 1, "a number of layers, 1 or more, or auto, or none")
 
 
-def draft_tokens(text: str) -> int | Tuned:
-    """1 or more, or "tuned"."""
-    return "tuned" if text == "tuned" else number(text, int, lambda value: value >= 1, "a whole number, 1 or more")
+def draft_tokens(text: str) -> int | Auto | Tuned:
+    """1 or more, "auto" or "tuned"."""
+    words: dict[str, Auto | Tuned] = {"auto": "auto", "tuned": "tuned"}
+    return words.get(text) or number(text, int, lambda value: value >= 1, "a whole number, 1 or more, or auto")
 
 
 def tree(text: str) -> str | tuple[int, ...]:

@@ -154,7 +154,7 @@ def candidates(
 
     always = always_in(loaded)
     setting = choose_setting(loaded, exit_layer or "tuned", "tuned")
-    exit_layer = setting.exit_layer if setting else None
+    exit_layer = setting.exit_layer if setting and isinstance(setting.exit_layer, int) else None
     layers = decoder_layers(loaded.model)[:exit_layer]
     layer_weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
     rows, hidden_size = loaded.model.get_output_embeddings().weight.shape

@@ -24,7 +24,7 @@ class Drafter(Protocol):
     """What the loop asks in every round."""
 
     def start(self, rows: Rows) -> None:
-        """The prompts are known."""
+        """The prompts are known: of all rows, and later of those that join them."""
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         """Propose for all rows."""
@@ -104,7 +104,7 @@ class LookupDrafter(ExitDrafter):
         self._indexes: dict[int, NgramIndex] = {}  # by row of the batch
 
     def start(self, rows: Rows) -> None:
-        self._indexes = {index: NgramIndex(min_ngram=self._min_ngram) for index in rows.index}
+        self._indexes |= {index: NgramIndex(min_ngram=self._min_ngram) for index in rows.index}
         for index, prompt in zip(rows.index, rows.prompts, strict=True):
             self._indexes[index].extend(prompt.tolist())
 
@@ -152,7 +152,7 @@ class ForcedDrafter:
 def drafter_for(setting: Setting, grammar: GrammarProcessor | None = None) -> Drafter:
     """The drafter that a setting asks for."""
     drafter: Drafter = NoDrafter()
-    draft_stop = draft_stop_for(setting.draft_stop, len(setting.shape.widths))
+    draft_stop = draft_stop_for("cost" if setting.weighs else setting.draft_stop, len(setting.shape.widths))
     if setting.lookup != "off":
         shape = None if setting.lookup == "only" else setting.shape
         drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", draft_stop)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from layerskip.grammar import Grammar
 
 Tuned = Literal["tuned"]
+Auto = Literal["auto"]
 
 
 @dataclass
@@ -36,8 +37,8 @@ def generate(
     model: nn.Module,
     inputs: Tensor | None = None,
     *,
-    exit_layer: int | Tuned | None = "tuned",
-    num_draft_tokens: int | Tuned = "tuned",
+    exit_layer: int | Auto | Tuned | None = "tuned",
+    num_draft_tokens: int | Auto | Tuned = "tuned",
     tree: str | Sequence[int] | Tuned | None = "tuned",
     lookup: str = "tuned",
     draft_stop: float | str | None = "tuned",
@@ -59,8 +60,9 @@ def generate(
         model: a decoder-only causal LM in eval mode.
         inputs: (B, length) prompt token ids; `input_ids=` and `attention_mask=` work too. What the mask hides is
             taken out of a prompt, wherever it stands.
-        exit_layer: layers that draft, 1 .. L-1; "tuned" is what the checkpoint carries; None is plain decoding.
-        num_draft_tokens: most tokens drafted a step; "tuned" is what the checkpoint carries, else 4.
+        exit_layer: layers that draft, 1 .. L-1; "tuned" is what the checkpoint carries; None is plain decoding; "auto"
+            chooses in every step, by what the ones before brought in what time.
+        num_draft_tokens: most tokens drafted a step; "tuned" is what the checkpoint carries, else 4; "auto" chooses.
         tree: draft candidate trees of this shape instead of a chain: "s3_k2_d6" (steps, branches, tokens verified), or
             widths by depth, (3, 2, 1).
         lookup: draft by prompt lookup: "only", "hybrid", "branch" or "off"; see `Setting`.

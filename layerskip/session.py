@@ -21,6 +21,7 @@ from layerskip.cache import RollbackCache, check_own_cache
 from layerskip.choice import Choice, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
 from layerskip.drafters import drafter_for
+from layerskip.exits import first_exit
 from layerskip.guidance import made_reversible
 from layerskip.refusals import refuse_arguments, refuse_cache, refuse_mode, refuse_named
 from layerskip.sampling import Sampler
@@ -132,7 +133,7 @@ def prepare_session(
     refuse_cache(model, cache, kwargs, generation_config)
     setting = resolve_setting(model, **drafting)
     vocabulary = draft_vocabulary_of(model) if setting.draft_vocabulary and setting.exit_layer is not None else None
-    stages = Stages(model, setting.exit_layer, vocabulary)
+    stages = Stages(model, first_exit(model, setting), vocabulary)
     if not setting.shape.is_chain or setting.lookup == "branch":
         stages.check_blocks(branching=True)
     given = dict(kwargs)

@@ -1,0 +1,75 @@
+"""Which exit layers of a model are worth trying, by what its checkpoint says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from layerskip.anatomy import num_layers
+from layerskip.recipe import Recipe
+from layerskip.settings import AUTO, Setting, carried, tuned_setting
+
+MOST = 3  # exits that a run chooses from: each has to be looked at
+_UNKNOWN = 0.5  # acceptance, of an exit that was trained but never measured
+_UNTRAINED = 0.1  # of one that nobody taught to draft
+
+
+@dataclass(frozen=True)
+class KnownExit:
+    """An exit and what is expected of it.
+
+    Attributes:
+        exit_layer: E.
+        agreement: chance that a greedily drafted token is accepted.
+        overlap: the same of a sampled one.
+        trained: whether it was taught to draft, so that its confidence means something.
+    """
+
+    exit_layer: int
+    agreement: float
+    overlap: float
+    trained: bool = True
+
+
+def known_exits(model: PreTrainedModel) -> list[KnownExit]:
+    """Exits that the checkpoint was tuned to, measured at or trained for, ascending; else a few shallow ones of a
+    model that was never taught to draft."""
+    layers, kept = num_layers(model), carried(model.config)
+    measured = {int(exit_layer): numbers for exit_layer, numbers in (kept.get("exits") or {}).items()}
+    tuned = tuned_setting(model)
+    exits = set(measured)
+    if not exits and kept.get("recipe"):
+        exits = set(_trained_exits(kept["recipe"], layers))
+    if tuned is not None and isinstance(tuned.exit_layer, int):
+        exits.add(tuned.exit_layer)
+    exits = {exit_layer for exit_layer in exits if 1 <= exit_layer < layers}
+    if not exits:
+        shallow = {max(1, round(layers * share)) for share in (1 / 10, 1 / 5, 1 / 3)}
+        return [KnownExit(e, _UNTRAINED, _UNTRAINED, trained=False) for e in sorted(shallow) if e < layers]
+    found = []
+    for exit_layer in sorted(exits):
+        numbers = measured.get(exit_layer, {})
+        found.append(KnownExit(exit_layer, numbers.get("agreement", _UNKNOWN), numbers.get("overlap", _UNKNOWN)))
+    return sorted(sorted(found, key=lambda known: -_promise(known, layers))[:MOST], key=lambda known: known.exit_layer)
+
+
+def first_exit(model: PreTrainedModel, setting: Setting) -> int | None:
+    """The exit that a setting names; of "auto" one of those it chooses from."""
+    if setting.exit_layer == AUTO:
+        return known_exits(model)[0].exit_layer
+    assert not isinstance(setting.exit_layer, str)
+    return setting.exit_layer
+
+
+def _promise(known: KnownExit, layers: int) -> float:
+    """Tokens that an endless chain would bring for the time of a draft token, layers alone counted."""
+    return 1 / (1 - min(known.agreement, 0.99)) / (1 + 4 * known.exit_layer / layers)
+
+
+def _trained_exits(recipe: dict[str, object], layers: int) -> tuple[int, ...]:
+    """Of the recipe that a checkpoint carries; none where another version wrote it."""
+    try:
+        return Recipe.from_dict(recipe).trained_exits(layers)
+    except (TypeError, ValueError):
+        return ()
