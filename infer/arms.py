@@ -1,20 +1,17 @@
 """The ways to decode that a benchmark compares: the same prompts and arguments in, new tokens out."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 import layerskip
 from infer.latency import Timing
-from layerskip.anatomy import decoder_layers
 from layerskip.settings import Setting
 from layerskip.stats import Statistics
 
@@ -48,12 +45,16 @@ class Arm:
 
     Attributes:
         second_cache: whether drafts have keys and values of their own, beside the model's.
+        other_cache_bytes: what a position takes in the cache of a second model.
+        compiles: whether its first call compiles, for the longest prompt and all its new tokens if it is given these.
     """
 
     name: str
     decode: Decode
     setting: Setting | None = None
     second_cache: bool = False
+    other_cache_bytes: int = 0
+    compiles: bool = False
 
     @property
     def drafts(self) -> str:
@@ -119,13 +120,8 @@ def coupled(setting: Setting) -> Arm:
     return Arm("coupled", decode, setting)
 
 
-def assistant_early_exit(setting: Setting) -> Arm:
-    """transformers' own early-exit drafts, with the same number of drafted tokens every round."""
-    return Arm("assistant_early_exit", partial(_assistant_early_exit, setting=setting), setting, second_cache=True)
-
-
 def _plain(model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, None]:
-    return cast(Tensor, _generate(model, prompt, **arguments)), None
+    return cast(Tensor, generate(model, prompt, **arguments)), None
 
 
 def _layerskip(
@@ -137,60 +133,9 @@ def _layerskip(
     return cast(Tensor, output.sequences), output.statistics
 
 
-def _assistant_early_exit(
-    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting
-) -> tuple[Tensor, Statistics]:
-    exit_layer = setting.exit_layer
-    with _assistant_knobs(model, setting.num_draft_tokens), _count_passes(model) as passes:
-        sequences = cast(Tensor, _generate(model, prompt, assistant_early_exit=exit_layer, **arguments))
-    num_tokens, num_steps = sequences.shape[1] - prompt.shape[1], passes[-1]
-    # Drafts run the first layers only, one token a pass. A last round that was cut counts as not accepted.
-    num_accepted = max(0, num_tokens - num_steps)
-    return sequences, Statistics(num_steps, num_tokens, passes[0] - num_steps, num_accepted)
-
-
-def _generate(model: PreTrainedModel, prompt: Tensor, **arguments: Any) -> Any:
+def generate(model: PreTrainedModel, prompt: Tensor, **arguments: Any) -> Any:
+    """`model.generate`; without an attention mask among the arguments nothing is padding."""
     return model.generate(prompt, **{"attention_mask": torch.ones_like(prompt), **arguments})  # type: ignore[operator]
-
-
-@contextmanager
-def _assistant_knobs(model: PreTrainedModel, num_draft_tokens: int) -> Iterator[None]:
-    """Set what transformers reads from the model alone, and put back what it leaves changed when it fails."""
-    config, layers = model.generation_config, model.config.get_text_config(decoder=True)
-    wanted = {
-        "num_assistant_tokens": num_draft_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
-    before = {name: getattr(config, name, None) for name in wanted}
-    num_layers, verbosity = layers.num_hidden_layers, logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns about how it calls itself
-    try:
-        for name, value in wanted.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
-        layers.num_hidden_layers = num_layers
-        logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _count_passes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
-    """How often the first layer (key 0) and the last one (key -1) run."""
-    passes = {0: 0, -1: 0}
-    layers = decoder_layers(model)
-
-    def count(key: int, layer: nn.Module, args: Any, output: Any) -> None:
-        passes[key] += 1
-
-    handles = [layers[key].register_forward_hook(partial(count, key)) for key in passes]
-    try:
-        yield passes
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _until_end(tokens: list[int], ends: Sequence[int | None]) -> list[int]:

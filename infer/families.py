@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from infer.arms import Arm, assistant_early_exit, coupled, plain, plain_loop, self_speculative
+from infer.arms import Arm, coupled, plain, plain_loop, self_speculative
 from infer.benchmark import BenchmarkOptions
 from infer.errors import InputError
 from infer.loading import Loaded, check_tree, choose_setting, load
 from infer.options import ModelOptions
+from infer.rivals import assistant_early_exit
 from layerskip.settings import Setting
 
 DEFAULT_TREE = "s4_k2_d6"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
-from infer.arms import Arm, assistant_early_exit, coupled, plain, plain_loop, self_speculative
+from infer.arms import Arm, coupled, plain, plain_loop, self_speculative
 from infer.batch_benchmark import make_batches, pays_until
 from infer.command import main
 from infer.differences import first_difference
@@ -17,6 +17,7 @@ from infer.measurement import Measured, Protocol, best, measure
 from infer.memory import bytes_by_layer, key_value_bytes, slots
 from infer.options import DecodingOptions
 from infer.prompts import BUILT_IN, find_prompts, read_prompts
+from infer.rivals import assistant_early_exit
 from infer.report import COLUMNS, record, row
 from layerskip import rules
 from layerskip.acceptance import chain_walk
