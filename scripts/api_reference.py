@@ -27,8 +27,8 @@ import layerskip  # noqa: E402
 
 HEAD = """# API reference
 
-Made from the docstrings by `scripts/api_reference.py`. What stands under `layerskip` is the interface; the modules below
-it are what it is made of.
+Made from the docstrings by `scripts/api_reference.py`. What stands under `layerskip` is the interface; the modules
+below it are what it is made of.
 """
 
 
