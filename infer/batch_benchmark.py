@@ -10,7 +10,8 @@ from torch import Tensor
 
 from infer.arms import Arm, Output, plain
 from infer.benchmark import BenchmarkOptions
-from infer.comparison import choose, encode, modes, name_of, scope, write
+from infer.benchmark_output import modes, name_of, scope, write
+from infer.comparison import choose, encode
 from infer.conditions import conditions, describe
 from infer.errors import InputError, first_line
 from infer.families import load_families
@@ -56,10 +57,11 @@ def compare_batches(model: ModelOptions, options: BenchmarkOptions, prompts: Pro
         raise InputError("--batch-sizes compares arms that decode batches: name one in --arms, for instance chain")
     greedy = modes(options)["greedy"].generate_arguments()
     chosen, tried = choose(loaded, families, Protocol(encode(loaded, prompts.validation, options), greedy), terminal)
-    rows = [prompt[0].tolist() for prompt in encode(loaded, prompts.test, options)]
+    test = encode(loaded, prompts.test, options)
+    rows = [prompt[0].tolist() for prompt in test]
     result: dict[str, Any] = {
         "model": name_of(loaded),
-        "conditions": conditions(loaded.model) | scope(options, prompts, len(rows)) | {"batch_size": None},
+        "conditions": conditions(loaded.model) | scope(options, prompts, test) | {"batch_size": None},
         "validation": tried,
         "batches": {},
     }
@@ -74,7 +76,7 @@ def compare_batches(model: ModelOptions, options: BenchmarkOptions, prompts: Pro
                 records += _measure_size(loaded, [plain(), *arms], rows, size, arguments, options, advance)
         result["batches"][name] = records
         _show(result, name, terminal)
-    write(result, options)
+    write(result, options, terminal)
     return 0
 
 

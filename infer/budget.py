@@ -6,7 +6,8 @@ from typing import Any
 
 from infer.arms import Arm, plain, self_speculative
 from infer.benchmark import BenchmarkOptions
-from infer.comparison import encode, measure_arms, modes, name_of, scope, show, write
+from infer.benchmark_output import modes, name_of, scope, show, write
+from infer.comparison import encode, measure_arms
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.families import grid_of, load_families
@@ -25,17 +26,17 @@ def compare_budgets(model: ModelOptions, options: BenchmarkOptions, prompts: Pro
     all_arms = [plain(), *(arm for _, arms in budgets for arm in arms)]
     result: dict[str, Any] = {
         "model": name_of(loaded),
-        "conditions": conditions(loaded.model) | scope(options, prompts, len(test)),
+        "conditions": conditions(loaded.model) | scope(options, prompts, test),
     }
     for name, decoding in modes(options).items():
-        protocol = Protocol(test, decoding.generate_arguments(), options.repeats, options.seed)
+        protocol = Protocol(test, decoding.generate_arguments(), options.repeats, options.seed, options.timeout)
         result[name] = measure_arms(loaded, all_arms, protocol, terminal)
     for name in modes(options):
-        show(result, name, terminal)
+        show(result, name, terminal, options.verbose)
         for number, arms in budgets:
             first = next(i for i, record in enumerate(result[name]) if record["arm"] == arms[0].name)
             print(budget_sentence(number, result[name][first : first + len(arms)]))
-    write(result, options)
+    write(result, options, terminal)
     return 0
 
 

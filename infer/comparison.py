@@ -1,9 +1,7 @@
 """The benchmark itself: choose each family's setting on validation prompts, report on test prompts."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +10,19 @@ from torch import Tensor
 from infer import report
 from infer.arms import Arm, plain
 from infer.benchmark import BenchmarkOptions
-from infer.conditions import conditions, describe
+from infer.benchmark_output import modes, name_of, scope, show, write
+from infer.benchmark_record import record
+from infer.conditions import conditions
 from infer.differences import Difference, first_difference
 from infer.errors import InputError
 from infer.families import Family, load_families
+from infer.ideal import CostModel, cost_model
 from infer.loading import Loaded
 from infer.measurement import Measured, Protocol, best, measure
 from infer.memory import bytes_by_layer, key_value_bytes
 from infer.options import DecodingOptions, ModelOptions
 from infer.prompts import Prompts
 from infer.terminal import Terminal
-
-_TEMPERATURE, _TOP_P = 0.8, 0.95  # of the sampled mode
 
 
 def compare(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, terminal: Terminal) -> int:
@@ -36,22 +35,38 @@ def compare(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, te
     validation = encode(loaded, prompts.validation, options)
     test = encode(loaded, prompts.test, options)
     arguments = modes(options)["greedy"].generate_arguments()
-    chosen, tried = choose(loaded, families, Protocol(validation, arguments), terminal)
+    choosing = Protocol(validation, arguments, seed=options.seed, timeout=options.timeout)
+    chosen, tried = choose(loaded, families, choosing, terminal)
     result: dict[str, Any] = {
         "model": name_of(loaded),
-        "conditions": conditions(loaded.model) | scope(options, prompts, len(test)),
+        "conditions": conditions(loaded.model) | scope(options, prompts, test),
         "validation": tried,
+        "costs": {},
     }
     for name, decoding in modes(options).items():
-        protocol = Protocol(test, decoding.generate_arguments(), options.repeats, options.seed)
-        arms = [
-            arm for arm, family in zip(chosen, families, strict=True) if name == "sampled" or not family.sampled_only
-        ]
+        protocol = Protocol(test, decoding.generate_arguments(), options.repeats, options.seed, options.timeout)
+        arms = in_mode(name, chosen, families)
         result[name] = measure_arms(loaded, arms, protocol, terminal)
+        compared = [*zip(arms, result[name], strict=True)]
+        if name == "greedy" and tried:
+            compared += zip(rivals(families), tried, strict=True)
+        result["costs"][name] = add_ideals(loaded, compared, protocol, terminal)
     for name in modes(options):
-        show(result, name, terminal)
-    write(result, options)
+        show(result, name, terminal, options.verbose)
+    write(result, options, terminal)
     return 0
+
+
+def add_ideals(
+    loaded: Loaded, compared: Sequence[tuple[Arm, dict[str, Any]]], protocol: Protocol, terminal: Terminal
+) -> dict[str, Any] | None:
+    """Give the arms' records what the cost model says at the acceptance they measured; returns the costs."""
+    with terminal.progress(1) as advance:
+        costs: CostModel | None = cost_model(loaded, [arm for arm, _ in compared], protocol.prompts, protocol.arguments)
+        advance("timed the stages")
+    for arm, found in compared:
+        found["ideal"] = costs.ideal(arm, found) if costs else None
+    return costs.record() if costs else None
 
 
 def check(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, terminal: Terminal) -> int:
@@ -67,29 +82,21 @@ def check(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, term
     options = replace(options, repeats=1)
     loaded, families = load_families(replace(model, dtype="float32"), options)
     arguments = DecodingOptions(max_new_tokens=options.max_new_tokens).generate_arguments()
-    protocol = Protocol(encode(loaded, prompts.test, options), arguments)
+    protocol = Protocol(encode(loaded, prompts.test, options), arguments, timeout=options.timeout)
     ours = [family for family in families if family.name not in ("plain", "loop", "early-exit", "block", "coupled")]
     arms = [plain(), *(arm for family in ours for arm in family.arms)]
     records = measure_arms(loaded, arms, protocol, terminal)[1:]
-    for arm, record in zip(arms[1:], records, strict=True):
-        if record["error"] is not None:
-            print(f"{arm.label}: {record['error']}")
+    for arm, found in zip(arms[1:], records, strict=True):
+        if found["error"] is not None:
+            print(f"{arm.label}: {found['error']}")
         else:
-            print(f"{arm.label}: {record['equal_outputs']} of {record['num_outputs']} greedy float32 outputs equal")
-        for line in report.explain(record):
+            print(f"{arm.label}: {found['equal_outputs']} of {found['num_outputs']} greedy float32 outputs equal")
+        for line in report.explain(found):
             print(line)
-    exact = all(record.get("equal_outputs", 0) == len(protocol.prompts) for record in records)
-    found = conditions(loaded.model) | scope(options, prompts, len(protocol.prompts))
-    write({"model": name_of(loaded), "conditions": found, "exact": exact, "check": records}, options)
+    exact = all(found.get("equal_outputs", 0) == len(protocol.prompts) for found in records)
+    known = conditions(loaded.model) | scope(options, prompts, protocol.prompts)
+    write({"model": name_of(loaded), "conditions": known, "exact": exact, "check": records}, options, terminal)
     return 0 if exact else 1
-
-
-def modes(options: BenchmarkOptions) -> dict[str, DecodingOptions]:
-    """How to decode, by name: greedy, and sampled if that is asked for."""
-    found = {"greedy": DecodingOptions(max_new_tokens=options.max_new_tokens)}
-    if options.sampled:
-        found["sampled"] = replace(found["greedy"], temperature=_TEMPERATURE, top_p=_TOP_P)
-    return found
 
 
 def in_mode(name: str, chosen: Sequence[Arm], families: Sequence[Family]) -> list[Arm]:
@@ -121,7 +128,7 @@ def choose(
     """The fastest arm of each family on the protocol's prompts, and the records of all that were tried."""
     if all(len(family.arms) == 1 for family in families):
         return [family.arms[0] for family in families], []
-    arms = [plain(), *(arm for family in families if len(family.arms) > 1 for arm in family.arms)]
+    arms = rivals(families)
     with terminal.progress(protocol.num_calls(len(arms))) as advance:
         measured = measure(loaded.model, arms, protocol, lambda label: advance(f"choosing: {label}"))
     by_label = {entry.arm.label: entry for entry in measured}
@@ -130,7 +137,12 @@ def choose(
         winner = best([by_label[arm.label] for arm in family.arms]) if len(family.arms) > 1 else None
         # Where all of a family fail, one of them shows so.
         chosen.append(winner.arm if winner else family.arms[0])
-    return chosen, [report.record(entry, measured[0], None) for entry in measured]
+    return chosen, [record(entry, measured[0]) for entry in measured]
+
+
+def rivals(families: Sequence[Family]) -> list[Arm]:
+    """Plain decoding, and the arms of the families that there is something to choose in."""
+    return [plain(), *(arm for family in families if len(family.arms) > 1 for arm in family.arms)]
 
 
 def measure_arms(loaded: Loaded, arms: list[Arm], protocol: Protocol, terminal: Terminal) -> list[dict[str, Any]]:
@@ -147,54 +159,26 @@ def measure_arms(loaded: Loaded, arms: list[Arm], protocol: Protocol, terminal: 
     for entry in measured:
         differences = _differences(loaded, protocol, entry, baseline) if greedy else None
         memory = key_value_bytes(entry.arm, entry.longest(protocol.prompts), sizes) if entry.error is None else None
-        records.append(report.record(entry, baseline, differences, memory))
+        records.append(_with_texts(record(entry, baseline, differences, memory), loaded))
     return records
 
 
-def _differences(loaded: Loaded, protocol: Protocol, entry: Measured, baseline: Measured) -> list[Difference | None]:
-    if entry.error is not None:
-        return []
-    outputs = zip(protocol.prompts, baseline.outputs[0], entry.outputs[0], strict=True)
-    return [
-        first_difference(loaded.model, prompt, expected.tokens, actual.tokens) for prompt, expected, actual in outputs
-    ]
+def _differences(
+    loaded: Loaded, protocol: Protocol, entry: Measured, baseline: Measured
+) -> dict[int, Difference | None]:
+    """By prompt, of the first repeat in which both came to their end."""
+    found: dict[int, Difference | None] = {}
+    for theirs, mine in zip(baseline.outputs, entry.outputs, strict=True):
+        for index, (expected, actual) in enumerate(zip(theirs, mine, strict=True)):
+            if index not in found and expected is not None and actual is not None:
+                prompt = protocol.prompts[index]
+                found[index] = first_difference(loaded.model, prompt, expected.tokens, actual.tokens)
+    return found
 
 
-def name_of(loaded: Loaded) -> str:
-    """The Hub id, or the folder's own name: a record may be published, and a path concerns nobody else."""
-    path = Path(loaded.name).expanduser()
-    return path.resolve().name if path.is_dir() else loaded.name
-
-
-def scope(options: BenchmarkOptions, prompts: Prompts, num_prompts: int) -> dict[str, Any]:
-    return {
-        "prompts": prompts.source,
-        "num_prompts": num_prompts,
-        "prompt_tokens": options.prompt_tokens,
-        "max_new_tokens": options.max_new_tokens,
-        "repeats": options.repeats,
-        "seed": options.seed,
-        "sampling": {"temperature": _TEMPERATURE, "top_p": _TOP_P} if options.sampled else None,
-    }
-
-
-def show(result: dict[str, Any], mode: str, terminal: Terminal) -> None:
-    """The tables of one mode, and a line for each output that differs."""
-    scope = result["conditions"]
-    title = (
-        f"{result['model']}, {mode}: {scope['num_prompts']} prompts ({scope['prompts']}) of at most "
-        f"{scope['prompt_tokens']} tokens, {scope['max_new_tokens']} new tokens, {scope['repeats']} repeats"
-    )
-    records = result[mode]
-    terminal.table(title, report.COLUMNS, [report.row(record) for record in records], describe(scope))
-    memory = [report.memory_row(record) for record in records]
-    terminal.table(f"memory, {mode}", report.MEMORY_COLUMNS, memory, report.MEMORY_NOTE)
-    for line in (line for record in records for line in report.explain(record)):
-        print(line)
-
-
-def write(result: dict[str, Any], options: BenchmarkOptions) -> None:
-    """The record as the last line of standard output, and in a file if asked for."""
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    print(json.dumps(result, allow_nan=False))
+def _with_texts(found: dict[str, Any], loaded: Loaded) -> dict[str, Any]:
+    """Say what the tokens are where an output differs."""
+    for each in found.get("differences", []):
+        for name in ("expected", "actual"):
+            each[f"{name}_text"] = None if each[name] is None else loaded.tokenizer.decode([each[name]])
+    return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -45,7 +46,7 @@ class Timing:
     def gaps(self) -> list[float]:
         """Seconds between one burst and the next."""
         times = [seconds for seconds, _ in self.bursts]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in pairwise(times)]
 
     @property
     def decode_tokens(self) -> int:

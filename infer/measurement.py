@@ -1,7 +1,9 @@
 """Run arms side by side, and add up what they brought."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from infer.arms import Arm, Output
 from infer.errors import first_line
+from infer.latency import Stopwatch, TimedOutError, Timing
 from layerskip.stats import Statistics
 
 _WARM_UP_TOKENS = 16
@@ -24,35 +27,66 @@ class Protocol:
         prompts: (1, length) token ids each.
         arguments: of `model.generate`, the same for all arms.
         seed: of the sampling; each prompt and repeat has its own from it, the same for all arms.
+        timeout: seconds that a call may take, warm-up apart; None: any.
     """
 
     prompts: Sequence[Tensor]
     arguments: dict[str, Any]
     repeats: int = 1
     seed: int = 0
+    timeout: float | None = None
 
     def num_calls(self, num_arms: int) -> int:
         """Calls in all, warm-up included."""
         return num_arms * (1 + self.repeats * len(self.prompts))
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A call that brought nothing."""
+
+    repeat: int
+    prompt: int
+    reason: str
+    timed_out: bool = False
+
+
 @dataclass
 class Measured:
-    """An arm and its outputs, outputs[repeat][prompt]; `error` says why there are none."""
+    """An arm and what its calls brought.
+
+    Attributes:
+        outputs: outputs[repeat][prompt]; None where the call failed.
+        failures: why, for each None.
+        warm_up: the first call, short and not counted: compiling, choosing kernels, filling caches.
+        error: why there are no outputs at all.
+    """
 
     arm: Arm
-    outputs: list[list[Output]] = field(default_factory=list)
+    outputs: list[list[Output | None]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    warm_up: Output | None = None
     error: str | None = None
+
+    @property
+    def calls(self) -> list[Output]:
+        """Those that came to their end."""
+        return [output for output in chain.from_iterable(self.outputs) if output is not None]
+
+    @property
+    def timings(self) -> list[Timing]:
+        """When the tokens of the calls came; those that handed nothing out are left out."""
+        return [output.timing for output in self.calls if output.timing is not None]
 
     @property
     def num_tokens(self) -> int:
         """New tokens of all calls."""
-        return sum(len(output.tokens) for row in self.outputs for output in row)
+        return sum(len(output.tokens) for output in self.calls)
 
     @property
     def seconds(self) -> float:
         """Wall time of all calls."""
-        return sum(output.seconds for row in self.outputs for output in row)
+        return sum(output.seconds for output in self.calls)
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,10 +94,15 @@ class Measured:
         return self.num_tokens / self.seconds
 
     @property
+    def decode_tokens_per_second(self) -> float | None:
+        """The same after the first burst of each call, so without prefill; None where nothing came after it."""
+        return _decode_rate(self.timings)
+
+    @property
     def statistics(self) -> Statistics | None:
         """Sums over all calls; None if the arm does not count."""
         total = Statistics()
-        for output in (output for row in self.outputs for output in row):
+        for output in self.calls:
             if output.statistics is None:
                 return None
             total.merge(output.statistics)
@@ -72,28 +111,53 @@ class Measured:
     @property
     def peak_bytes(self) -> int | None:
         """Most GPU memory that any call used."""
-        peaks = [output.peak_bytes for row in self.outputs for output in row if output.peak_bytes is not None]
-        return max(peaks, default=None)
+        return max((output.peak_bytes for output in self.calls if output.peak_bytes is not None), default=None)
 
     def longest(self, prompts: Sequence[Tensor]) -> int:
         """Most positions that the cache of a sequence held: of prompt and output, all but the last."""
-        pairs = [
-            (prompt.shape[1], len(o.tokens)) for row in self.outputs for prompt, o in zip(prompts, row, strict=True)
-        ]
-        return max((length + new - 1 for length, new in pairs), default=0)
+        pairs = (zip(prompts, row, strict=True) for row in self.outputs)
+        return max((p.shape[1] + len(o.tokens) - 1 for p, o in chain.from_iterable(pairs) if o is not None), default=0)
 
-    def speedup(self, baseline: "Measured") -> float:
+    # Ratios are of the calls that both came to their end with: what one of two did not finish tells of neither.
+
+    def speedup(self, baseline: "Measured") -> float | None:
         """Tokens per second over the baseline's."""
-        return self.tokens_per_second / baseline.tokens_per_second
+        return _ratio(_rate, self._pairs(baseline))
+
+    def decode_speedup(self, baseline: "Measured") -> float | None:
+        """Tokens per second after the first burst, over the baseline's."""
+        return _ratio(_output_decode_rate, self._pairs(baseline))
 
     def speedup_by_repeat(self, baseline: "Measured") -> list[float]:
-        """The same for each repeat alone: their spread is the noise of the machine."""
-        return [_speed(mine) / _speed(theirs) for mine, theirs in zip(self.outputs, baseline.outputs, strict=True)]
+        """`speedup` of each repeat alone: their spread is the noise of the machine."""
+        ratios = (_ratio(_rate, self._pairs(baseline, repeat=repeat)) for repeat in range(len(self.outputs)))
+        return [ratio for ratio in ratios if ratio is not None]
 
-    def median_speedup(self, baseline: "Measured") -> float:
-        """Median over prompts of the baseline's time per token over this arm's."""
-        pairs = zip(zip(*self.outputs, strict=True), zip(*baseline.outputs, strict=True), strict=True)
-        return median(_speed(mine) / _speed(theirs) for mine, theirs in pairs)
+    def speedup_by_prompt(self, baseline: "Measured") -> list[float | None]:
+        """`speedup` of each prompt alone; None where none of its calls came to its end with both."""
+        return [_ratio(_rate, self._pairs(baseline, prompt=prompt)) for prompt in range(len(self.outputs[0]))]
+
+    def median_speedup(self, baseline: "Measured") -> float | None:
+        """Median of `speedup_by_prompt`."""
+        ratios = [ratio for ratio in self.speedup_by_prompt(baseline) if ratio is not None]
+        return median(ratios) if ratios else None
+
+    def median_decode_speedup(self, baseline: "Measured") -> float | None:
+        """Median over prompts of `decode_speedup`."""
+        prompts = range(len(self.outputs[0]))
+        ratios = (_ratio(_output_decode_rate, self._pairs(baseline, prompt=prompt)) for prompt in prompts)
+        return median(found) if (found := [ratio for ratio in ratios if ratio is not None]) else None
+
+    def _pairs(
+        self, baseline: "Measured", repeat: int | None = None, prompt: int | None = None
+    ) -> list[tuple[Output, Output]]:
+        """This arm's and the baseline's output of each call, of one repeat or one prompt if so asked."""
+        return [
+            (mine, theirs)
+            for r, rows in enumerate(zip(self.outputs, baseline.outputs, strict=True))
+            for p, (mine, theirs) in enumerate(zip(*rows, strict=True))
+            if mine is not None and theirs is not None and repeat in (None, r) and prompt in (None, p)
+        ]
 
 
 def measure(
@@ -101,29 +165,31 @@ def measure(
 ) -> list[Measured]:
     """Run all arms on a prompt before the next prompt, so that a slow spell of the machine hits them alike.
 
-    An arm that fails is left out from there on, and says why. Warm-up is one short call an arm, not counted.
+    Warm-up is one short call an arm, not counted; an arm that fails there is left out, and says why. A call that fails
+    later, or takes too long, is counted as such, and the others go on.
 
     Args:
         advance: is told after every call what ran.
     """
     measured = [Measured(arm) for arm in arms]
-    warm_up = {
-        **protocol.arguments,
-        "max_new_tokens": min(_WARM_UP_TOKENS, protocol.arguments["max_new_tokens"]),
-    }
-    for entry in measured:
-        _call(entry, model, protocol.prompts[0], warm_up, protocol.seed)
-        advance(entry.arm.label)
+    _warm_up(measured, model, protocol, advance)
     for repeat in range(protocol.repeats):
         for entry in measured:
-            entry.outputs.append([])
+            entry.outputs.append([None] * len(protocol.prompts))
         for index, prompt in enumerate(protocol.prompts):
             seed = protocol.seed + repeat * len(protocol.prompts) + index
             for entry in _rotated(measured, repeat + index):
-                output = _call(entry, model, prompt, protocol.arguments, seed)
-                if output is not None:
-                    entry.outputs[-1].append(output)
+                if entry.error is None:
+                    fail = partial(Failure, repeat, index)
+                    output = _call(entry.arm, model, prompt, protocol.arguments, seed, protocol.timeout, fail)
+                    if isinstance(output, Failure):
+                        entry.failures.append(output)
+                    else:
+                        entry.outputs[repeat][index] = output
                 advance(entry.arm.label)
+    for entry in measured:
+        if entry.error is None and not entry.calls:
+            entry.error = entry.failures[0].reason
     return measured
 
 
@@ -133,24 +199,63 @@ def best(measured: Sequence[Measured]) -> Measured | None:
     return max(running, key=lambda entry: entry.tokens_per_second, default=None)
 
 
+def _warm_up(
+    measured: Sequence[Measured], model: PreTrainedModel, protocol: Protocol, advance: Callable[[str], None]
+) -> None:
+    few = min(_WARM_UP_TOKENS, protocol.arguments["max_new_tokens"])
+    arguments = {**protocol.arguments, "max_new_tokens": few}
+    for entry in measured:
+        output = _call(entry.arm, model, protocol.prompts[0], arguments, protocol.seed, None, partial(Failure, 0, 0))
+        if isinstance(output, Failure):
+            entry.error = output.reason
+        else:
+            entry.warm_up = output
+        advance(entry.arm.label)
+
+
 def _call(
-    entry: Measured, model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], seed: int
-) -> Output | None:
-    if entry.error is not None:
-        return None
+    arm: Arm,
+    model: PreTrainedModel,
+    prompt: Tensor,
+    arguments: dict[str, Any],
+    seed: int,
+    timeout: float | None,
+    fail: Callable[..., Failure],
+) -> Output | Failure:
     torch.manual_seed(seed)
+    watch = Stopwatch(timeout)
     try:
-        return entry.arm.run(model, prompt, arguments)
+        output = arm.run(model, prompt, {**arguments, "streamer": watch})
+    except TimedOutError as error:
+        return fail(str(error), timed_out=True)
     except Exception as error:  # another's decoding may fail in any way on some architecture: that is a result
-        entry.error = f"{type(error).__name__}: {first_line(error)}"
-        return None
+        return fail(f"{type(error).__name__}: {first_line(error)}")
+    return replace(output, timing=watch.timing(output.seconds, len(output.tokens)))
 
 
-def _rotated(entries: Sequence[Measured], by: int) -> list[Measured]:
+def _rotated(entries: Sequence[Measured], by: int) -> Iterator[Measured]:
     """Who goes first changes, since who follows finds warm caches."""
     by %= len(entries)
-    return [*entries[by:], *entries[:by]]
+    return chain(entries[by:], entries[:by])
 
 
-def _speed(outputs: Sequence[Output]) -> float:
-    return sum(len(output.tokens) for output in outputs) / sum(output.seconds for output in outputs)
+def _ratio(rate: Callable[[Sequence[Output]], float | None], pairs: Sequence[tuple[Output, Output]]) -> float | None:
+    """The rate of the firsts over that of the seconds."""
+    mine, theirs = rate([pair[0] for pair in pairs]), rate([pair[1] for pair in pairs])
+    return mine / theirs if mine and theirs else None
+
+
+def _rate(outputs: Sequence[Output]) -> float | None:
+    """Tokens per second."""
+    seconds = sum(output.seconds for output in outputs)
+    return sum(len(output.tokens) for output in outputs) / seconds if seconds else None
+
+
+def _output_decode_rate(outputs: Sequence[Output]) -> float | None:
+    return _decode_rate([output.timing for output in outputs if output.timing is not None])
+
+
+def _decode_rate(timings: Sequence[Timing]) -> float | None:
+    """Tokens per second after the first burst."""
+    tokens = sum(timing.decode_tokens for timing in timings)
+    return tokens / sum(timing.decode_seconds for timing in timings) if tokens else None

@@ -180,6 +180,11 @@ def not_negative(text: str) -> float:
     return number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more")
 
 
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    return number(text, float, lambda value: 0 < value < float("inf"), "a number of seconds above 0")
+
+
 def share(text: str) -> float:
     """A number above 0, at most 1."""
     return number(text, float, lambda value: 0 < value <= 1, "a number above 0, at most 1")

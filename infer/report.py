@@ -1,18 +1,30 @@
-"""A benchmark's numbers: rows for people, a record for machines."""
+"""A benchmark's records as tables for people."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from infer.differences import Difference
-from infer.measurement import Measured
-from infer.memory import KeyValueBytes
-
-# spread: least and most speedup of a repeat; accepted: mean acceptance length, tokens a verify step commits;
-# acceptance: draft acceptance rate; equal: outputs equal to the baseline's, of all; last: shares of the time.
+# spread: least and most speedup of a repeat; decode: speedup after the first tokens, so without prefill; accepted: mean
+# acceptance length, tokens a verify step commits; acceptance: draft acceptance rate; equal: outputs equal to the
+# baseline's, of all.
 COLUMNS = (
-    *("arm", "exit", "drafts", "tokens", "tokens/s", "speedup", "median", "spread"),
-    *("accepted", "acceptance", "equal", "draft/verify/rollback"),
+    *("arm", "exit", "drafts", "tokens", "tokens/s", "speedup", "median", "spread", "decode"),
+    *("accepted", "acceptance", "equal"),
+)
+LATENCY_COLUMNS = (
+    *("arm", "TTFT ms", "p95", "TPOT ms", "p95", "gap ms", "p95", "end to end ms", "p95"),
+    *("requests/s", "errors", "time-outs", "warm-up s"),
+)
+LATENCY_NOTE = (
+    "Median and 95th percentile. TTFT: call to first tokens; TPOT: the rest of the call over the other tokens; gap: "
+    "between the bursts a round hands out; warm-up: the first call, of few tokens, which no other number counts."
+)
+ROUND_COLUMNS = (
+    *("arm", "exit", "drafts", "rounds", "drafted", "accepted", "by position", "rounds by accepted"),
+    "prefill/draft/verify/rollback/other",
+)
+ROUND_NOTE = (
+    "drafted, accepted: tokens of all rounds; by position: share of the drafts there that was accepted; rounds by "
+    "accepted: how many rounds accepted 0, 1, 2, ... tokens; last: where the calls' time went."
 )
 MEMORY_COLUMNS = ("arm", "KV cache MiB", "for speculation", "share", "GPU peak MiB")
 MEMORY_NOTE = (
@@ -22,94 +34,63 @@ MEMORY_NOTE = (
 )
 
 
-def record(
-    measured: Measured,
-    baseline: Measured,
-    differences: Sequence[Difference | None] | None,
-    memory: KeyValueBytes | None = None,
-) -> dict[str, Any]:
-    """One arm, for JSON: rates and speedups are None where there is nothing to divide.
-
-    Args:
-        differences: from the baseline's output, for each prompt; None where outputs are sampled.
-        memory: of its longest sequence.
-    """
-    setting = measured.arm.setting
-    result: dict[str, Any] = {
-        "arm": measured.arm.name,
-        "exit_layer": setting.exit_layer if setting else None,
-        "num_draft_tokens": setting.num_draft_tokens if setting else None,
-        "drafts": measured.arm.drafts if setting else None,
-        "error": measured.error,
-    }
-    if measured.error is not None:
-        return result
-    result |= {
-        "tokens": measured.num_tokens,
-        "seconds": round(measured.seconds, 4),
-        "tokens_per_second": round(measured.tokens_per_second, 3),
-        "peak_bytes": measured.peak_bytes,
-        "kv_cache_bytes": memory.total if memory else None,
-        "kv_cache_speculation_bytes": memory.speculation if memory else None,
-        **_statistics(measured),
-    }
-    if baseline.error is None:
-        result |= {
-            "speedup": round(measured.speedup(baseline), 4),
-            "median_speedup": round(measured.median_speedup(baseline), 4),
-            "speedup_by_repeat": [round(value, 4) for value in measured.speedup_by_repeat(baseline)],
-        }
-    if differences is not None:
-        found = [(index, each) for index, each in enumerate(differences) if each is not None]
-        result |= {
-            "num_outputs": len(differences),
-            "equal_outputs": len(differences) - len(found),
-            "near_ties": sum(each.near_tie for _, each in found),
-            "differences": [{"prompt": index, **each.record()} for index, each in found],
-        }
-    return result
-
-
-def _statistics(measured: Measured) -> dict[str, Any]:
-    counts = measured.statistics
-    if counts is None:
-        return {}
-    result: dict[str, Any] = {
-        "num_steps": counts.num_steps,
-        "mean_acceptance_length": _finite(counts.mean_acceptance_length),
-        "draft_acceptance_rate": _finite(counts.draft_acceptance_rate),
-    }
-    if counts.drafted_at:
-        result["acceptance_by_position"] = [round(rate, 4) for rate in counts.acceptance_by_position]
-    if counts.verify_seconds:
-        parts = {
-            "draft": counts.draft_seconds,
-            "verify": counts.verify_seconds,
-            "rollback": counts.rollback_seconds,
-        }
-        result["shares"] = {name: round(seconds / measured.seconds, 4) for name, seconds in parts.items()}
-    return result
-
-
 def row(record: dict[str, Any]) -> list[str]:
     """One arm's record, for the table whose columns are `COLUMNS`."""
     head = [record["arm"], _text(record["exit_layer"]), _text(record["drafts"])]
     if record["error"] is not None:
         return [f"{head[0]}: failed, {record['error']}", *head[1:], *["-"] * (len(COLUMNS) - 3)]
-    spread = record.get("speedup_by_repeat")
-    shares = record.get("shares")
-    equal = f"{record['equal_outputs']}/{record['num_outputs']}" if "equal_outputs" in record else "-"
     return [
         *head,
         str(record["tokens"]),
         f"{record['tokens_per_second']:.1f}",
         _text(record.get("speedup"), ".2f"),
         _text(record.get("median_speedup"), ".2f"),
-        f"{min(spread):.2f}-{max(spread):.2f}" if spread else "-",
+        spread(record),
+        _text(record.get("decode_speedup"), ".2f"),
         _text(record.get("mean_acceptance_length"), ".2f"),
         _text(record.get("draft_acceptance_rate"), ".2f"),
-        equal,
-        "/".join(f"{share:.0%}" for share in shares.values()) if shares else "-",
+        equal(record),
+    ]
+
+
+def spread(record: dict[str, Any]) -> str:
+    """Least and most speedup of a repeat."""
+    found = record.get("speedup_by_repeat")
+    return f"{min(found):.2f}-{max(found):.2f}" if found else "-"
+
+
+def equal(record: dict[str, Any]) -> str:
+    """Outputs equal to the baseline's, of those compared."""
+    return f"{record['equal_outputs']}/{record['num_outputs']}" if "equal_outputs" in record else "-"
+
+
+def latency_row(record: dict[str, Any]) -> list[str]:
+    """One arm's record, for the table whose columns are `LATENCY_COLUMNS`."""
+    cells = []
+    for name in ("ttft", "tpot", "gap", "end_to_end"):
+        found = record.get("latency", {}).get(name)
+        cells += ["-", "-"] if found is None else [f"{1000 * found[key]:.1f}" for key in ("median", "p95")]
+    return [
+        record["arm"],
+        *cells,
+        _text(record.get("requests_per_second"), ".2f"),
+        str(record["num_errors"]),
+        str(record["num_timeouts"]),
+        _text(record.get("warm_up_seconds"), ".2f"),
+    ]
+
+
+def round_row(record: dict[str, Any]) -> list[str]:
+    """One arm's record, for the table whose columns are `ROUND_COLUMNS`."""
+    by_position, histogram = record.get("acceptance_by_position"), record.get("acceptance_histogram")
+    parts = record.get("seconds_by_part") or {}
+    shares = "/".join(f"{seconds / record['seconds']:.0%}" for seconds in parts.values()) if len(parts) > 2 else "-"
+    return [
+        *(record["arm"], _text(record["exit_layer"]), _text(record["drafts"])),
+        *(_text(record.get(name)) for name in ("num_steps", "num_drafted", "num_accepted")),
+        " ".join(f"{rate:.2f}".lstrip("0") for rate in by_position) if by_position else "-",
+        " ".join(map(str, histogram)) if histogram else "-",
+        shares,
     ]
 
 
@@ -122,17 +103,31 @@ def memory_row(record: dict[str, Any]) -> list[str]:
 
 
 def explain(record: dict[str, Any]) -> list[str]:
-    """A line for each output of an arm that is not the baseline's."""
-    return [
+    """A line for each output of an arm that is not the baseline's, and for each call that failed."""
+    lines = [
         f"{record['arm']}: output {each['prompt']} differs at token {each['position']} "
-        f"(top-2 margin {each['margin']:.2g}, gap {each['gap']:.2g}, rounding {each['rounding']:.2g}): "
-        + ("a near-tie" if each["near_tie"] else "A FAULT, rounding does not explain it")
+        f"(top-2 margin {each['margin']:.2g}, gap {each['gap']:.2g}, rounding {each['rounding']:.2g}): {verdict(each)}"
         for each in record.get("differences", [])
     ]
+    if record["error"] is None:
+        lines += [
+            f"{record['arm']}: prompt {each['prompt']}, repeat {each['repeat']}: {each['reason']}"
+            for each in record.get("failures", [])
+        ]
+    return lines
 
 
-def _finite(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
+def verdict(difference: dict[str, Any]) -> str:
+    """What a difference is."""
+    return "a near-tie" if difference["near_tie"] else "A FAULT, rounding does not explain it"
+
+
+def tables(records: Sequence[dict[str, Any]], verbose: bool) -> list[tuple[str, Sequence[str], list[list[str]], str]]:
+    """Those beside the first: name, columns, rows and how to read them."""
+    latency = ("latency", LATENCY_COLUMNS, [latency_row(record) for record in records], LATENCY_NOTE)
+    rounds = ("rounds", ROUND_COLUMNS, [round_row(record) for record in records], ROUND_NOTE)
+    memory = ("memory", MEMORY_COLUMNS, [memory_row(record) for record in records], MEMORY_NOTE)
+    return [latency, rounds, memory] if verbose else [memory]
 
 
 def _text(value: float | str | None, form: str = "") -> str:

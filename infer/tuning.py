@@ -15,7 +15,8 @@ from infer import tune_report
 from infer.arms import plain, plain_loop, self_speculative
 from infer.batches import answers
 from infer.benchmark import BenchmarkOptions
-from infer.comparison import encode, measure_arms, name_of
+from infer.benchmark_output import name_of
+from infer.comparison import encode, measure_arms
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.loading import Loaded, load

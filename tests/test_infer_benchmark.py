@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import layerskip
 from infer.arms import Arm, coupled, plain, plain_loop, self_speculative
 from infer.batch_benchmark import make_batches, pays_until
+from infer.benchmark_record import record
 from infer.command import main
 from infer.differences import first_difference
 from infer.measurement import Measured, Protocol, best, measure
 from infer.memory import bytes_by_layer, key_value_bytes, slots
 from infer.options import DecodingOptions
 from infer.prompts import BUILT_IN, find_prompts, read_prompts
+from infer.report import COLUMNS, row
 from infer.rivals import assistant_early_exit
-from infer.report import COLUMNS, record, row
 from layerskip import rules
 from layerskip.acceptance import chain_walk
 from layerskip.settings import Setting
@@ -137,12 +138,13 @@ def test_a_planted_fault_is_counted_and_placed(model, position):
         return sequences, statistics
 
     baseline, entry = measure(model, [plain(), Arm("faulty", faulty)], Protocol(prompts(), GREEDY, 1), quiet)
-    differences = [
-        first_difference(model, prompt, expected.tokens, actual.tokens)
-        for prompt, expected, actual in zip(prompts(), baseline.outputs[0], entry.outputs[0], strict=True)
-    ]
+    outputs = enumerate(zip(prompts(), baseline.outputs[0], entry.outputs[0], strict=True))
+    differences = {
+        index: first_difference(model, prompt, expected.tokens, actual.tokens)
+        for index, (prompt, expected, actual) in outputs
+    }
     result = record(entry, baseline, differences)
-    assert (result["equal_outputs"], result["num_outputs"], result["near_ties"]) == (0, 2, 0)
+    assert (result["equal_outputs"], result["num_outputs"], result["near_ties"], result["faults"]) == (0, 2, 0, 2)
     assert [difference["position"] for difference in result["differences"]] == [position] * 2
     json.dumps(result, allow_nan=False)
 
@@ -198,7 +200,7 @@ def test_an_architecture_on_which_transformers_early_exit_fails_is_a_row_that_sa
     measured = measure(model, arms, Protocol(prompts(), GREEDY, 1), quiet)
     assert [entry.error is None for entry in measured] == [True, True, False]
     assert model.config.num_hidden_layers == 4
-    cells = row(record(measured[2], measured[0], []))
+    cells = row(record(measured[2], measured[0], {}))
     assert len(cells) == len(COLUMNS)
     assert "failed, " in cells[0]
     assert best(measured[2:]) is None
