@@ -1,20 +1,18 @@
 """`benchmark`: speed and exactness against plain decoding, all arms in one process, prompt by prompt."""
 
 import argparse
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infer.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
 from infer.errors import InputError
-from infer.options import ACCEPTANCES, ModelOptions, add_model_flags, add_prompt_flags, positives, seed
+from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positives, seconds, seed
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
-from infer.speculation import LOOKUPS, Tuned, add_drafting_flags, tree
+from infer.speculation import Tuned, add_drafting_flags
 from infer.terminal import Terminal
-
-ARMS = ("plain", "loop", "chain", "early-exit", "tree", "hybrid", "lookup", "branch", "block", "coupled")
-_DEFAULT_ARMS = ARMS[:4]
-_SAMPLED_ARMS = ("block", "coupled")
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,8 @@ class BenchmarkOptions:
 
     exit_layers: tuple[int, ...] | None = None  # to choose from; None: the checkpoint's
     num_draft_tokens: tuple[int, ...] | None = None  # to choose from; None: the checkpoint's, else 4
-    arms: tuple[str, ...] = _DEFAULT_ARMS  # of ARMS; the first is the baseline
+    arms: tuple[str, ...] = DEFAULT_ARMS  # of ARMS; the first is the baseline
+    assistant: str | None = None  # model of the arm assistant: local folder or Hub id
     trees: tuple[str | tuple[int, ...], ...] = ()  # shapes to choose from; none: the checkpoint's, else a default one
     draft_stop: float | str = "tuned"  # of chains
     draft_vocabulary: bool | Tuned = "tuned"
@@ -35,7 +34,11 @@ class BenchmarkOptions:
     repeats: int = 3  # times that everything is run
     sampled: bool = False  # measure sampling too, at temperature 0.8, top-p 0.95
     seed: int = 0  # of the sampling
+    timeout: float | None = None  # seconds that a call may take; None: any
+    verbose: bool = False  # more tables
     json: Path | None = None  # where to write the record as well
+    html: Path | None = None  # where to write a page of it
+    answers: Path | None = None  # folder for what the arms answered, in Spec-Bench's format
 
     @property
     def has_choice(self) -> bool:
@@ -50,15 +53,17 @@ class BenchmarkOptions:
     @property
     def needs_exit(self) -> bool:
         """Whether any arm drafts by early exit."""
-        return self.equal_budget or bool(set(self.arms) - {"plain", "loop", "lookup"})
+        return self.equal_budget or needs_exit(self.arms)
 
     def __post_init__(self) -> None:
         """Raise `InputError` where flags contradict each other."""
-        idle = [arm for arm in self.arms if arm in _SAMPLED_ARMS]
+        idle = [arm for arm in self.arms if arm in SAMPLED_ARMS]
         if idle and not self.sampled:
             raise InputError(f"arm {idle[0]} is a way to sample: add --sampled")
         if self.equal_budget and self.batch_sizes:
             raise InputError("--equal-budget and --batch-sizes are two comparisons: give one")
+        if self.timeout is not None and self.batch_sizes:
+            raise InputError("--timeout breaks off a call of one prompt, and --batch-sizes has many: leave one out")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K,...",
         help="most tokens drafted a step (default: what the checkpoint carries, else 4)",
     )
-    _add_arms(add)
+    add_arm_flags(add)
     add("--sampled", action="store_true", help="measure sampling (temperature 0.8, top-p 0.95) beside greedy")
     add(
         "--check",
@@ -87,55 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_drafting_flags(parser.add_argument_group("drafting"))
     _add_lengths(parser)
-
-
-def _add_arms(add: Any) -> None:
-    add(
-        "--arms",
-        type=arms,
-        metavar="NAME,...",
-        help=f"what to compare with plain decoding, of {', '.join(ARMS[1:])} "
-        f"(default: {','.join(_DEFAULT_ARMS[1:])}, and what --tree, --lookup and --acceptance name)",
-    )
-    add(
-        "--tree",
-        dest="trees",
-        type=tree,
-        action="append",
-        metavar="SHAPE",
-        help="shape of the arm tree, s3_k2_d6 or 3,2,1; given again: to choose from",
-    )
-    add("--lookup", choices=LOOKUPS, default="off", help="add the arm of this prompt lookup")
-    add("--acceptance", choices=ACCEPTANCES, default=ACCEPTANCES[0], help="add the arm of this rule; needs --sampled")
-    add(
-        "--batch-sizes",
-        type=positives,
-        metavar="B,...",
-        help="instead compare batches of so many unequal prompts, and say from which size on drafting does not pay",
-    )
-    add(
-        "--equal-budget",
-        action="store_true",
-        help="instead compare chains of --num-draft-tokens with trees of which as many tokens are verified",
-    )
-
-
-def arms(text: str) -> tuple[str, ...]:
-    """Names of ARMS between commas, each once; plain comes first in any case."""
-    names = dict.fromkeys(["plain", *text.split(",")])
-    unknown = [name for name in names if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no arm: choose of {', '.join(ARMS)}")
-    return tuple(names)
-
-
-def _arms_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those that are named, and those that another flag asks for."""
-    lookup = {"off": None, "only": "lookup"}.get(arguments.lookup, arguments.lookup)
-    rule = arguments.acceptance if arguments.acceptance in _SAMPLED_ARMS else None
-    named = arguments.arms or _DEFAULT_ARMS
-    implied = ["tree" if arguments.trees and not arguments.equal_budget else None, lookup, rule]
-    return tuple(dict.fromkeys([*named, *(name for name in implied if name is not None)]))
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
@@ -150,13 +106,21 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         "--repeats": (defaults.repeats, "times that everything is run"),
     }
     add = add_prompt_flags(parser, counts)
-    add("--seed", type=seed, default=defaults.seed, metavar="N", help="of the sampling (default: %(default)s)")
+    add("--seed", type=seed, metavar="N", help=f"of the sampling; needs --sampled (default: {defaults.seed})")
+    add("--timeout", type=seconds, metavar="SECONDS", help="break off a call that takes longer (default: never)")
+    _add_output(parser.add_argument_group("output").add_argument)
+
+
+def _add_output(add: Any) -> None:
+    add("--verbose", action="store_true", help="show latencies, and what the rounds did, as tables too")
+    add("--json", type=Path, metavar="FILE", help="write the record, which ends standard output, to FILE as well")
     add(
-        "--json",
+        "--answers",
         type=Path,
-        metavar="FILE",
-        help="write the record, which ends standard output, to FILE as well",
+        metavar="FOLDER",
+        help="write what each arm answered to FOLDER/ARM.jsonl, as Spec-Bench's scripts read it",
     )
+    add("--html", type=Path, metavar="FILE", help="write a page with tables, plots and the record, all in one file")
 
 
 def read_options(arguments: argparse.Namespace) -> BenchmarkOptions:
@@ -167,9 +131,24 @@ def read_options(arguments: argparse.Namespace) -> BenchmarkOptions:
     """
     names = BenchmarkOptions.__dataclass_fields__
     given = {name: getattr(arguments, name) for name in names}
-    options = BenchmarkOptions(**given | {"arms": _arms_of(arguments), "trees": tuple(arguments.trees or ())})
-    if options.json is not None and not options.json.parent.is_dir():
-        raise InputError(f"--json {options.json}: there is no folder {options.json.parent}: make it first")
+    if arguments.seed is not None and not arguments.sampled:
+        raise InputError(f"--seed {arguments.seed} does nothing where nothing is sampled: add --sampled")
+    given |= {"arms": arms_of(arguments), "trees": tuple(arguments.trees or ()), "seed": arguments.seed or 0}
+    options = BenchmarkOptions(**given)
+    if options.answers is not None:
+        if options.batch_sizes:
+            raise InputError(
+                "--answers are of prompts decoded one at a time, and --batch-sizes has many: leave one out"
+            )
+        if options.answers.exists() and not options.answers.is_dir():
+            raise InputError(f"--answers {options.answers} is a file: name a folder, for a file of each arm")
+    for flag, file in (("--json", options.json), ("--html", options.html)):
+        if file is not None and not file.parent.is_dir():
+            raise InputError(f"{flag} {file}: there is no folder {file.parent}: make it first")
+        if file is not None and file.is_dir():
+            raise InputError(f"{flag} {file} is a folder: name a file")
+    if options.html is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--html needs matplotlib, which is not installed: pip install matplotlib")
     return options
 
 
@@ -178,8 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     model = ModelOptions.read(arguments)
     folder = local_folder(model.model)
+    if options.assistant is not None:
+        local_folder(options.assistant)
     prompts: Prompts = find_prompts(arguments.prompts, folder, options.has_choice and not arguments.check)
-    idle = [f for f in ("batch_sizes", "equal_budget", "sampled") if getattr(arguments, f)]
+    idle = [
+        f for f in ("batch_sizes", "equal_budget", "sampled", "html", "verbose", "answers") if getattr(arguments, f)
+    ]
     if arguments.check and idle:
         flag = idle[0].replace("_", "-")
         raise InputError(

@@ -18,8 +18,8 @@ class KeyValueBytes:
     Attributes:
         total: of all layers.
         speculation: of these, what plain decoding does not keep: the slots of the tokens of one draft, and of arms
-            that have one a second cache of the layers that draft. Ours have none: the early layers' keys and values
-            exist once, and serve the next draft and the verification alike.
+            that have one a second cache, of the layers that draft or of another model. Ours have none: the early
+            layers' keys and values exist once, and serve the next draft and the verification alike.
     """
 
     total: int
@@ -47,10 +47,13 @@ def key_value_bytes(arm: Arm, num_positions: int, sizes: list[int]) -> KeyValueB
             transformers' own forgets what is behind the window.
     """
     base, extra = num_positions * sum(sizes), 0
-    if arm.setting is not None:
+    if arm.setting is not None and arm.other_cache_bytes:  # of another model, which drafts
+        n = Setting(1, arm.setting.num_draft_tokens).shape.num_nodes
+        extra = n * sum(sizes) + (num_positions + n) * arm.other_cache_bytes
+    elif arm.setting is not None:
         extra = slots(arm.setting) * sum(sizes)
-        if arm.second_cache:
-            extra += num_positions * sum(sizes[: arm.setting.exit_layer])
+        if arm.second_cache and isinstance(setting_exit := arm.setting.exit_layer, int):
+            extra += num_positions * sum(sizes[:setting_exit])
     return KeyValueBytes(base + extra, extra)
 
 

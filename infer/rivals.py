@@ -93,6 +93,7 @@ def _assistant_early_exit(
     model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], setting: Setting
 ) -> tuple[Tensor, Statistics]:
     exit_layer, layers = setting.exit_layer, model.config.get_text_config(decoder=True)
+    assert isinstance(setting.num_draft_tokens, int)  # the benchmark names numbers
     num_layers = layers.num_hidden_layers
     try:
         with _quiet(), _knobs(model.generation_config, setting.num_draft_tokens, 0.0), _count_passes(model) as passes:
