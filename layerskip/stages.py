@@ -62,25 +62,33 @@ class Stages:
         self._layers = [Placed(layer, sight, self._here) for layer, sight in sights]
         self._whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
         self._draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
+        self._cuts: dict[int, tuple[nn.Module, Tap, nn.Module, Inject]] = {}
         if self.exit_layer is not None:
-            self._cut(self.exit_layer)
+            self.use(self.exit_layer)
 
-    def _cut(self, exit_layer: int) -> None:
-        layers = self._layers
-        returns_tuple = layers_return_tuples(self.model)
-        self._tap = Tap(layers[exit_layer], returns_tuple)
-        adapter = adapter_at(self.model, exit_layer)
-        self._tap.__dict__["adapter"] = adapter  # not a submodule: its parameters belong to the model
-        self._inject = Inject(layers[0], returns_tuple)
-        skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
-        self._early = with_layers(self.model, self.anatomy.layers_path, [*layers[:exit_layer], self._tap])
-        if self._draft_vocabulary is not None:
-            self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
-            self._early = with_draft_head(self._early, self.model, self._draft_vocabulary)
-        self._late = with_layers(self.model, self.anatomy.layers_path, [self._inject, *skips, *layers[exit_layer:]])
+    def use(self, exit_layer: int) -> None:
+        """Cut at this exit layer from now on; between two rounds it may change, every layer then being as far."""
+        if exit_layer not in self._cuts:
+            self._cuts[exit_layer] = self._cut(check_exit_layer(exit_layer, self.num_layers))
+        self.exit_layer = exit_layer
+        self._early, self._tap, self._late, self._inject = self._cuts[exit_layer]
         if exit_layer not in _checks(self.model):
             self._self_check()
             _checks(self.model).add(exit_layer)
+
+    def _cut(self, exit_layer: int) -> tuple[nn.Module, Tap, nn.Module, Inject]:
+        layers, path = self._layers, self.anatomy.layers_path
+        returns_tuple = layers_return_tuples(self.model)
+        tap = Tap(layers[exit_layer], returns_tuple)
+        adapter = adapter_at(self.model, exit_layer)
+        tap.__dict__["adapter"] = adapter  # not a submodule: its parameters belong to the model
+        inject = Inject(layers[0], returns_tuple)
+        skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
+        early = with_layers(self.model, path, [*layers[:exit_layer], tap])
+        if self._draft_vocabulary is not None:
+            self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
+            early = with_draft_head(early, self.model, self._draft_vocabulary)
+        return early, tap, with_layers(self.model, path, [inject, *skips, *layers[exit_layer:]]), inject
 
     def new_cache(self, capacity: int = 256, limit: int | None = None) -> RollbackCache:
         return RollbackCache(self.num_layers, capacity, limit)
