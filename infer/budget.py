@@ -66,6 +66,7 @@ def budget_arms(loaded: Loaded, options: BenchmarkOptions) -> list[tuple[int, li
     found = []
     for chain in chains:
         n = chain.num_draft_tokens
+        assert isinstance(n, int)  # grid_of names numbers
         shapes = [tree for tree in options.trees if _budget(tree) == n] if options.trees else budget_trees(n)
         grown = [replace(chain, tree=shape, draft_stop=None) for shape in shapes]
         trees = [self_speculative(setting, f"tree, {n} verified") for setting in grown]

@@ -83,7 +83,7 @@ def check(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, term
     loaded, families = load_families(replace(model, dtype="float32"), options)
     arguments = DecodingOptions(max_new_tokens=options.max_new_tokens).generate_arguments()
     protocol = Protocol(encode(loaded, prompts.test, options), arguments, timeout=options.timeout)
-    ours = [family for family in families if family.name not in ("plain", "loop", "early-exit", "block", "coupled")]
+    ours = [family for family in families if family.drafts and not family.sampled_only]
     arms = [plain(), *(arm for family in ours for arm in family.arms)]
     records = measure_arms(loaded, arms, protocol, terminal)[1:]
     for arm, found in zip(arms[1:], records, strict=True):
