@@ -12,7 +12,7 @@ from torch import Tensor
 import layerskip
 from infer.errors import InputError
 from infer.generate import NO_EXIT
-from infer.grammar import UNFINISHED, compile_grammar
+from infer.grammar import compile_grammar, unfinished
 from infer.loading import Loaded, load_to_decode
 from infer.options import DecodingOptions, ModelOptions
 from infer.streaming import check_room
@@ -81,7 +81,7 @@ def generate_batches(
             counts = answer.statistics
             terminal.note(f"{number + 1}: {counts.num_tokens} tokens, {counts.num_steps} verify steps, {own.rates()}")
         if options.grammar is not None and not options.grammar.accepts(answer.tokens):
-            terminal.note(f"{number + 1}: {UNFINISHED}")
+            terminal.note(f"{number + 1}: {unfinished(len(answer.tokens), options.max_new_tokens)}")
             complete = False
         tally.merge(own)
     tally.seconds = perf_counter() - start

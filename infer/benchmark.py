@@ -101,7 +101,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
             defaults.num_prompts,
             "prompts to report, and at most as many to choose settings with",
         ),
-        "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
+        "--prompt-tokens": (defaults.prompt_tokens, "longer texts are cut; conversations are not"),
         "--max-new-tokens": (defaults.max_new_tokens, "an output ends earlier at the end-of-sequence token"),
         "--repeats": (defaults.repeats, "times that everything is run"),
     }
@@ -163,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
     idle = [
         f for f in ("batch_sizes", "equal_budget", "sampled", "html", "verbose", "answers") if getattr(arguments, f)
     ]
+    for line in prompts.notes(options.num_prompts):
+        Terminal().note(line)
     if arguments.check and idle:
         flag = idle[0].replace("_", "-")
         raise InputError(

@@ -54,7 +54,7 @@ def show(result: dict[str, Any], mode: str, terminal: Terminal, verbose: bool = 
     found = result["conditions"]
     title = (
         f"{result['model']}, {mode}: {found['num_prompts']} prompts ({found['prompts']}) of at most "
-        f"{found['prompt_tokens']} tokens, {found['max_new_tokens']} new tokens, {found['repeats']} repeats"
+        f"{found['prompt_lengths']['most']} tokens, {found['max_new_tokens']} new tokens, {found['repeats']} repeats"
     )
     records = result[mode]
     terminal.table(title, report.COLUMNS, [report.row(record) for record in records], describe(found))

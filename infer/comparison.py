@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from infer import report
 from infer.arms import Arm, plain
 from infer.benchmark import BenchmarkOptions
@@ -22,6 +19,8 @@ from infer.measurement import Measured, Protocol, best, measure
 from infer.memory import bytes_by_layer, key_value_bytes
 from infer.options import DecodingOptions, ModelOptions
 from infer.prompts import Prompts
+from infer.questions import all_questions, encode, extent
+from infer.spec_bench import by_category, show_categories, write_answers
 from infer.terminal import Terminal
 
 
@@ -33,26 +32,35 @@ def compare(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, te
     """
     loaded, families = load_families(model, options)
     validation = encode(loaded, prompts.validation, options)
-    test = encode(loaded, prompts.test, options)
+    questions = all_questions(loaded, prompts.test, options, terminal)
+    test = [question.input_ids for question in questions]
     arguments = modes(options)["greedy"].generate_arguments()
     choosing = Protocol(validation, arguments, seed=options.seed, timeout=options.timeout)
     chosen, tried = choose(loaded, families, choosing, terminal)
     result: dict[str, Any] = {
         "model": name_of(loaded),
-        "conditions": conditions(loaded.model) | scope(options, prompts, test),
+        "conditions": conditions(loaded.model) | scope(options, prompts, test) | extent(questions),
         "validation": tried,
         "costs": {},
     }
     for name, decoding in modes(options).items():
         protocol = Protocol(test, decoding.generate_arguments(), options.repeats, options.seed, options.timeout)
         arms = in_mode(name, chosen, families)
-        result[name] = measure_arms(loaded, arms, protocol, terminal)
+        measured = run_arms(loaded, arms, protocol, terminal)
+        result[name] = records_of(loaded, measured, protocol)
+        if any(question.prompt.category is not None for question in questions):
+            for entry, found in zip(measured, result[name], strict=True):
+                found["by_category"] = by_category(entry, measured[0], questions)
+        if options.answers is not None:
+            files = write_answers(options.answers, name, loaded, name_of(loaded), measured, questions)
+            terminal.note(f"wrote {', '.join(map(str, files))}")
         compared = [*zip(arms, result[name], strict=True)]
         if name == "greedy" and tried:
             compared += zip(rivals(families), tried, strict=True)
         result["costs"][name] = add_ideals(loaded, compared, protocol, terminal)
     for name in modes(options):
         show(result, name, terminal, options.verbose)
+        show_categories(result, name, terminal)
     write(result, options, terminal)
     return 0
 
@@ -105,23 +113,6 @@ def in_mode(name: str, chosen: Sequence[Arm], families: Sequence[Family]) -> lis
     return [arm for arm, family in pairs if name == "sampled" or not family.sampled_only]
 
 
-def encode(loaded: Loaded, texts: Sequence[str], options: BenchmarkOptions) -> list[Tensor]:
-    """The first `num_prompts` texts that are not empty, as (1, length) ids of at most `prompt_tokens` tokens.
-
-    Raises:
-        InputError: if prompt and output do not fit the model together.
-    """
-    limit, longest = loaded.max_positions, options.prompt_tokens + options.max_new_tokens
-    if limit is not None and longest > limit:
-        raise InputError(
-            f"--prompt-tokens {options.prompt_tokens} and --max-new-tokens {options.max_new_tokens} make "
-            f"{longest}, but the model has {limit} positions: lower one"
-        )
-    encoded = (loaded.tokenizer(text)["input_ids"][: options.prompt_tokens] for text in texts)
-    some = [ids for ids in encoded if ids][: options.num_prompts]
-    return [torch.tensor([ids], device=loaded.model.device) for ids in some]
-
-
 def choose(
     loaded: Loaded, families: Sequence[Family], protocol: Protocol, terminal: Terminal
 ) -> tuple[list[Arm], list[dict[str, Any]]]:
@@ -147,6 +138,15 @@ def rivals(families: Sequence[Family]) -> list[Arm]:
 
 def measure_arms(loaded: Loaded, arms: list[Arm], protocol: Protocol, terminal: Terminal) -> list[dict[str, Any]]:
     """The arms' records; the first arm is the baseline."""
+    return records_of(loaded, run_arms(loaded, arms, protocol, terminal), protocol)
+
+
+def run_arms(loaded: Loaded, arms: list[Arm], protocol: Protocol, terminal: Terminal) -> list[Measured]:
+    """What the arms brought; the first one is the baseline.
+
+    Raises:
+        InputError: if the baseline fails.
+    """
     with terminal.progress(protocol.num_calls(len(arms))) as advance:
         measured = measure(loaded.model, arms, protocol, advance)
     baseline = measured[0]
@@ -154,6 +154,12 @@ def measure_arms(loaded: Loaded, arms: list[Arm], protocol: Protocol, terminal: 
         raise InputError(
             f"plain decoding fails on {loaded.name}, so there is nothing to compare with: {baseline.error}"
         )
+    return measured
+
+
+def records_of(loaded: Loaded, measured: Sequence[Measured], protocol: Protocol) -> list[dict[str, Any]]:
+    """For JSON; the first is the baseline."""
+    baseline = measured[0]
     greedy, sizes = not protocol.arguments["do_sample"], bytes_by_layer(loaded.model)
     records = []
     for entry in measured:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from infer.errors import InputError
-from infer.grammar import UNFINISHED, add_grammar_flags, compile_grammar, read_definition
+from infer.grammar import add_grammar_flags, compile_grammar, read_definition, unfinished
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags, positive
-from infer.prompts import read_every_prompt
+from infer.prompt_file import read_every_prompt
 from infer.source import local_folder
 from infer.terminal import Terminal
 
@@ -146,6 +146,6 @@ def generate(
     if verbose:
         terminal.note(tally.details())
     if options.grammar is not None and not options.grammar.accepts(output):
-        terminal.note(UNFINISHED)
+        terminal.note(unfinished(len(output), options.max_new_tokens))
         return 1
     return 0

@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from infer.loading import Loaded
     from layerskip.grammar import Grammar
 
-UNFINISHED = "note: the output ended before it was complete: raise --max-new-tokens"
+
+def unfinished(num_tokens: int, max_new_tokens: int) -> str:
+    """What to do about an output of so many tokens that is not whole: one that is shorter than it might have been was
+    ended by --stop, since the grammar lets no end-of-sequence token come before."""
+    cut = num_tokens >= max_new_tokens
+    advice = "raise --max-new-tokens" if cut else "--stop ended it, leave that out"
+    return f"note: the output ended before it was complete: {advice}"
 
 
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ class DecodingOptions:
 
     def __post_init__(self) -> None:
         acceptance = None if self.acceptance == "rejection" else self.acceptance
-        given = {"--top-p": self.top_p, "--top-k": self.top_k, "--acceptance": acceptance}
+        given = {"--top-p": self.top_p, "--top-k": self.top_k, "--acceptance": acceptance, "--seed": self.seed}
         idle = next((flag for flag, value in given.items() if value is not None), None)
         if self.temperature == 0 and idle:
             raise InputError(f"{idle} {given[idle]} does nothing at temperature 0 (greedy): add --temperature 1")
@@ -146,7 +146,8 @@ def add_prompt_flags(parser: argparse.ArgumentParser, counts: Mapping[str, tuple
     add(
         "--prompts",
         metavar="FILE",
-        help='JSON lines, {"prompt": ...} or {"text": ...} (default: MODEL/prompts/, else built-in ones)',
+        help='JSON lines: {"prompt": ...} or {"text": ...} to be continued, {"messages": ...} or {"turns": [...]} '
+        "(Spec-Bench's questions) to be answered (default: MODEL/prompts/, else built-in ones)",
     )
     for flag, (default, help_line) in counts.items():
         add(flag, type=positive, default=default, metavar="N", help=f"{help_line} (default: %(default)s)")

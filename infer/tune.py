@@ -36,7 +36,7 @@ class TuneOptions:
     max_new_tokens: int = 64  # tokens that each prompt is continued with
     temperature: float = 0.0  # of the decoding that is tuned for; 0 is greedy
     top_p: float | None = None  # the same; None: all tokens
-    seed: int = 0  # of the sampling
+    seed: int | None = None  # of the sampling; None: 0
     write: bool = False  # put the choice into the checkpoint
     png: Path | None = None  # where to draw the forecasts
 
@@ -50,8 +50,9 @@ class TuneOptions:
 
     def decoding(self) -> DecodingOptions:
         """How the prompts are continued."""
+        seed = self.seed or 0 if self.temperature else self.seed
         return DecodingOptions(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed
         )
 
 
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--temperature", type=not_negative, default=defaults.temperature, metavar="T", help="0 is greedy (default)")
     add("--top-p", type=share, metavar="P", help="tune for sampling from the most probable tokens that make up P")
-    add("--seed", type=seed, default=defaults.seed, metavar="N", help="of the sampling (default: %(default)s)")
+    add("--seed", type=seed, metavar="N", help="of the sampling (default: 0)")
     counts = {
         "--num-prompts": (defaults.num_prompts, "prompts to choose with; half as many others confirm the choice"),
         "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
@@ -120,6 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     if options.write and folder is not None and not os.access(folder, os.W_OK):
         raise InputError(f"--write cannot write into {folder}: copy it to a folder of yours, or leave --write out")
     prompts: Prompts = find_prompts(arguments.prompts, folder, need_validation=True)
+    for line in prompts.notes(options.num_prompts):
+        Terminal().note(line)
 
     from infer.tuning import tune  # here, so that wrong flags are told before seconds of imports
 

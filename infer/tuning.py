@@ -207,7 +207,7 @@ def confirm(
     if best[0].speedup < HOPELESS:
         return []
     arms = [plain(), plain_loop(), *(self_speculative(setting_of(forecast)) for forecast in best)]
-    protocol = Protocol(prompts, options.decoding().generate_arguments(), seed=options.seed)
+    protocol = Protocol(prompts, options.decoding().generate_arguments(), seed=options.seed or 0)
     records = measure_arms(loaded, arms, protocol, terminal)
     for record, forecast in zip(records[2:], best, strict=True):
         record["draft_vocabulary"] = forecast.draft_vocabulary

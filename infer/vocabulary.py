@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from infer.errors import InputError
 from infer.options import ModelOptions, add_model_flags, positive
-from infer.prompts import read_prompts
+from infer.prompt_file import read_jsonl_texts
 from infer.source import local_folder
 from infer.terminal import Terminal
 
@@ -105,7 +105,7 @@ def read_pieces(path: Path) -> Iterator[str]:
         InputError: if the file cannot be read or holds nothing.
     """
     if path.suffix == ".jsonl":
-        yield from read_prompts(path)
+        yield from read_jsonl_texts(path)
         return
     try:
         text = path.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from infer.command import main
-from infer.prompts import read_every_prompt
+from infer.prompt_file import read_every_prompt
 from tests.test_infer_generate import reference
 
 PROMPTS = ["def add(a", "the quick brown fox jumps", "lazy", "def add(a", "return a + b"]
