@@ -2,9 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infer.errors import InputError
 from infer.terminal import Terminal
+
+if TYPE_CHECKING:
+    from layerskip.shared_files import SharedFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,29 +16,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", type=Path, help="folder of a finished run, or of any saved model")
     add("--repo", metavar="OWNER/NAME", required=True, help="repository to upload to; made if it is not there")
-    add("--private", action="store_true", help="make the repository private, if it is made")
+    add("--private", action="store_true", help="make the repository private; one that is public already is refused")
     add("--revision", metavar="BRANCH", help="branch to upload to; made if it is not there (default: main)")
-    add("--license", metavar="NAME", help="for the model card, as the Hub names it, such as apache-2.0")
+    add(
+        "--license",
+        metavar="NAME",
+        help="for the model card, as the Hub names it, such as apache-2.0 (default: the base model's, where its card "
+        "lies beside it)",
+    )
+    add("--base-model", metavar="OWNER/NAME", help="for the model card, where the run began from a local folder")
+    add(
+        "--exclude",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="leave files out, such as 'prompts/*'; may be given several times",
+    )
     add("--dry-run", action="store_true", help="only list the files; needs no token and no network")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Upload, or list what would be; returns the exit code."""
     from layerskip import hub
-    from layerskip.card import model_card
 
     run_dir: Path = arguments.run_dir.expanduser()
     try:
         hub.check_repo_id(arguments.repo)
+        if arguments.revision is not None:
+            hub.check_revision(arguments.revision)
+        if arguments.base_model is not None:
+            hub.check_repo_id(arguments.base_model)
         if arguments.dry_run:
-            files = hub.upload_files(run_dir)
-            return dry_run(run_dir, arguments.repo, files, model_card(run_dir, arguments.repo))
+            return dry_run(run_dir, arguments)
         address = hub.upload(
             run_dir,
             arguments.repo,
             private=arguments.private or None,
             revision=arguments.revision,
             license=arguments.license,
+            base_model=arguments.base_model,
+            exclude=arguments.exclude,
         )
     except hub.HubError as error:
         raise InputError(str(error)) from None
@@ -42,11 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def dry_run(run_dir: Path, repo_id: str, files: list[Path], card: str) -> int:
-    """List what would be uploaded, with sizes; returns the exit code, 0."""
-    sizes = {path.relative_to(run_dir).as_posix(): path.stat().st_size for path in files}
-    sizes.setdefault("README.md", len(card.encode()))  # written before an upload if it is not there
-    rows = [[name, f"{size:,}"] for name, size in sorted(sizes.items())]
-    title = f"{run_dir.name} to {repo_id}: {len(sizes)} files"
-    Terminal().table(title, ("file", "bytes"), [*rows, ["all", f"{sum(sizes.values()):,}"]])
+def dry_run(run_dir: Path, arguments: argparse.Namespace) -> int:
+    """List what would be uploaded, with sizes, and write nothing; returns the exit code, 0."""
+    from layerskip.card import is_own_card, model_card
+    from layerskip.shared_files import check_checkpoint, shared_files
+
+    check_checkpoint(run_dir)
+    card = None
+    if not is_own_card(run_dir):
+        card = model_card(run_dir, arguments.repo, arguments.license, arguments.base_model)
+    files: list[SharedFile] = shared_files(run_dir, arguments.exclude, card)
+    rows = [
+        [file.name, f"{file.size:,}", "as it is" if file.text is None else "read for local paths"] for file in files
+    ]
+    total = f"{sum(file.size for file in files):,}"
+    terminal = Terminal()
+    title = f"{run_dir.name} to {arguments.repo}: {len(files)} files"
+    terminal.table(title, ("file", "bytes", ""), [*rows, ["all", total, ""]])
+    if card is not None and "\nlicense:" not in card:
+        terminal.note("the card names no licence: give --license, such as apache-2.0")
     return 0

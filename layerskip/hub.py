@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
@@ -78,6 +79,8 @@ def _send(api: HfApi, folder: Path, repo_id: str, private: bool | None, revision
     `upload_large_folder` keeps its state in the run's own folder, commits piece by piece, and is gone from newer
     releases, whose `upload_folder` does its work.
     """
+    if (folder / "README.md").is_file():
+        _check_card((folder / "README.md").read_text(encoding="utf-8"))
     api.create_repo(repo_id, private=private, exist_ok=True)
     if private and not api.model_info(repo_id).private:
         raise HubError(
@@ -86,6 +89,18 @@ def _send(api: HfApi, folder: Path, repo_id: str, private: bool | None, revision
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload a LayerSkip run")
+
+
+def _check_card(text: str) -> None:
+    """Ask the Hub whether it takes a card's metadata, before gigabytes are sent."""
+    try:
+        ModelCard(text, ignore_metadata_errors=True).validate()
+    except ValueError as error:
+        try:
+            reason = json.loads(str(error))["errors"][0]["message"]
+        except (ValueError, LookupError, TypeError):
+            reason = _first_line(error)
+        raise HubError(f"the Hub does not take the card's metadata ({reason}): mend README.md, or --license") from error
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -103,10 +118,9 @@ def check_repo_id(repo_id: str) -> None:
 def check_revision(revision: str) -> None:
     """Raise HubError unless a branch can have this name: git's rules, and none of the Hub's own refs."""
     parts = revision.split("/")
-    ends = ("", ".", ".lock")
-    bad = any(not part or part.startswith(".") or part.endswith(ends[1:]) for part in parts)
-    bad = bad or any(c in revision for c in " ~^:?*[\\\x7f") or ".." in revision or "@{" in revision
-    if bad or revision.startswith(("-", "refs/")) or not revision.isprintable():
+    bad = any(not part or part.startswith(".") or part.endswith((".", ".lock")) for part in parts)
+    bad = bad or any(sign in revision for sign in (*" ~^:?*[\\", "..", "@{")) or not revision.isprintable()
+    if bad or revision.startswith(("-", "refs/")):
         raise HubError(f"{revision!r} cannot name a branch: write letters, digits, '-', '_', '.', such as trial-2")
 
 

@@ -1,67 +1,192 @@
-"""`push`: the dry run shows what would go and touches nothing; errors are one line."""
+"""`push`, as a program, against the Hub's protocol on loopback; what it uploads is downloaded and decodes the same."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from infer.command import main
-from layerskip import hub
+from tests.hub_server import WRITER, Hub, running_hub
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def push(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(["push", *argv])
+@pytest.fixture
+def loopback():
+    with running_hub() as server:
+        yield server
+
+
+def environment(server: Hub, folder: Path, token: str | None = WRITER) -> dict[str, str]:
+    """HF_ENDPOINT and its like are read when huggingface_hub is imported: hence programs of their own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    settings |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONWARNINGS": "ignore"}
+    return {**inherited, **settings, **({"HF_TOKEN": token} if token else {})}
+
+
+def start(server: Hub, run_dir: Path, *argv: str, token: str | None = WRITER) -> subprocess.Popen:
+    command = [sys.executable, "-m", "infer", "push", str(run_dir), *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(server, run_dir.parent, token), **pipes)
+
+
+def push(server: Hub, run_dir: Path, *argv: str, token: str | None = WRITER) -> tuple[int, str, str]:
+    process = start(server, run_dir, *argv, token=token)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def shards(folder: Path, sizes: dict[str, int]) -> dict[str, str]:
+    """Replaces the weights by shards of noise; returns the sha256 of each."""
+    (folder / "model.safetensors").unlink()
+    weights = {str(index): name for index, name in enumerate(sizes)}
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weights}}}'.replace("'", '"'))
+    for name, size in sizes.items():
+        (folder / name).write_bytes(os.urandom(size))
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
+
+
+def test_an_upload_that_was_killed_goes_on_with_what_is_missing(tiny_checkpoint, loopback):
+    """Two shards; the program is killed when one has arrived and half of the other. The second run sends the other."""
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    oids = shards(tiny_checkpoint, {first: 100_000, second: 3_000_000})
+    loopback.faults[oids[second]] = ("hold", 1)
+    process = start(loopback, tiny_checkpoint, "--repo", "someone/it")
+    assert loopback.broken.wait(60)
+    deadline = time.monotonic() + 60
+    while oids[first] not in loopback.objects and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert loopback.files("someone/it") == {}  # never half a model
+    assert loopback.counts()["object"] == 2
+
+    code, out, err = push(loopback, tiny_checkpoint, "--repo", "someone/it")
+    assert (code, out) == (0, f"uploaded to {loopback.url}/someone/it\n"), err
+    assert (loopback.counts()["object"], loopback.counts()["commit"]) == (3, 1)
+    assert [path for method, path in loopback.requests if method == "PUT"][2] == f"/lfs/{oids[second]}"
+    there = loopback.files("someone/it")
+    assert all(there[name] == (tiny_checkpoint / name).read_bytes() for name in oids)
+
+
+def test_flags_arrive(tiny_checkpoint, loopback):
+    (tiny_checkpoint / "prompts").mkdir()
+    (tiny_checkpoint / "prompts" / "test.jsonl").write_text("{}")
+    flags = ("--private", "--revision", "trial", "--license", "mit", "--base-model", "some/base")
+    code, out, err = push(loopback, tiny_checkpoint, "--repo", "someone/it", *flags, "--exclude", "prompts/*")
+    assert (code, out) == (0, f"uploaded to {loopback.url}/someone/it/tree/trial\n"), err
+    assert loopback.repositories["someone/it"].private
+    assert loopback.files("someone/it") == {}
+    there = loopback.files("someone/it", "trial")
+    assert "model.safetensors" in there
+    assert "prompts/test.jsonl" not in there
+    card = there["README.md"].decode()
+    assert "\nlicense: mit\n" in card
+    assert "\nbase_model: some/base\n" in card
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "said"),
+    [
+        (None, "someone/it", "no Hugging Face token: run `hf auth login`"),
+        ("hf_revoked", "someone/it", "the Hub does not accept the token (401"),
+        ("hf_reader", "someone/it", "the token may not write to someone/it (403"),
+    ],
+)
+def test_without_rights_it_ends_with_one_line(tiny_checkpoint, loopback, token, repo, said):
+    code, out, err = push(loopback, tiny_checkpoint, "--repo", repo, token=token)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert said in err
+    assert loopback.repositories == {}
+
+
+_DECODE = """
+import sys, torch, layerskip
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+name, revision = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
+model = AutoModelForCausalLM.from_pretrained(name, revision=revision or None).eval()
+inputs = tokenizer("def value(index)", return_tensors="pt", return_token_type_ids=False)
+for output in (
+    model.generate(**inputs, max_new_tokens=24, do_sample=False),
+    layerskip.generate(model, **inputs, max_new_tokens=24, do_sample=False),
+):
+    print(repr(tokenizer.decode(output[0])))
+"""
+
+
+@pytest.mark.slow
+def test_what_was_uploaded_is_downloaded_and_says_the_same(train_tiny, loopback, tmp_path):
+    """The loop closed: train, push to a private branch, from_pretrained elsewhere. Adapters and setting travel too."""
+    folder = train_tiny("recipe.preset=frozen-target", "recipe.exits=[2]", "recipe.adapter_rank=4")
+    assert (folder / "exit_adapters.safetensors").is_file()
+    code, _, err = push(loopback, folder, "--repo", "someone/it", "--private", "--revision", "trial")
+    assert code == 0, err
+    assert str(folder).encode() not in b"".join(loopback.files("someone/it", "trial").values())
+
+    def decode(name: str, revision: str) -> list[str]:
+        command = [sys.executable, "-c", _DECODE, name, revision]
+        settings = {**environment(loopback, tmp_path), "PYTHONPATH": str(ROOT)}
+        result = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    here, there = decode(str(folder), ""), decode("someone/it", "trial")
+    assert here == there
+    assert there[0] == there[1]
+    downloaded = [path for method, path in loopback.requests if method == "GET" and "/resolve/" in path]
+    assert any(path.endswith("exit_adapters.safetensors") for path in downloaded)
+
+
+def dry(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["push", *argv, "--dry-run"])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_a_dry_run_lists_what_would_go_and_writes_nothing(tiny_checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(hub, "get_token", lambda: pytest.fail("a dry run needs no token"))
-    for name in ("checkpoints/step-000010/optimizer.pt", "optimizer.pt", "wandb/a.log", "config.yaml"):
+def test_a_dry_run_lists_what_would_go_and_writes_nothing(tiny_checkpoint, capsys):
+    for name in ("checkpoints/step-000010/optimizer.pt", "optimizer.pt", "wandb/a.log", "prompts/test.jsonl"):
         (tiny_checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (tiny_checkpoint / name).write_text("secret")
     before = sorted(tiny_checkpoint.rglob("*"))
-    code, out, _ = push(capsys, str(tiny_checkpoint), "--repo", "me/it", "--dry-run")
+    code, out, err = dry(capsys, str(tiny_checkpoint), "--repo", "me/it", "--exclude", "prompts/*")
     assert code == 0
     for name in ("README.md", "config.json", "model.safetensors", "tokenizer.json"):
         assert name in out
     size = (tiny_checkpoint / "model.safetensors").stat().st_size
     assert f"{size:,}" in out
-    for name in ("optimizer", "checkpoints", "wandb", "config.yaml"):
+    for name in ("optimizer", "checkpoints", "wandb", "prompts"):
         assert name not in out
+    assert "names no licence: give --license" in err
     assert sorted(tiny_checkpoint.rglob("*")) == before
-
-
-def test_flags_reach_the_library(tiny_checkpoint, capsys, monkeypatch):
-    calls = []
-
-    def upload(*arguments, **named):
-        calls.append((arguments, named))
-        return "https://hub.test/me/it"
-
-    monkeypatch.setattr(hub, "upload", upload)
-    flags = ("--repo", "me/it", "--private", "--revision", "trial", "--license", "mit")
-    assert push(capsys, str(tiny_checkpoint), *flags) == (0, "uploaded to https://hub.test/me/it\n", "")
-    assert calls == [((tiny_checkpoint, "me/it"), {"private": True, "revision": "trial", "license": "mit"})]
-    push(capsys, str(tiny_checkpoint), "--repo", "me/it")
-    assert calls[1][1] == {"private": None, "revision": None, "license": None}
+    assert dry(capsys, str(tiny_checkpoint), "--repo", "me/it", "--license", "mit")[2] == ""
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["{model}", "--repo", "it"], "'it' names no repository: write owner/name"),
+        (["{model}", "--repo", "me/it", "--revision", "a b"], "'a b' cannot name a branch"),
+        (["{model}", "--repo", "me/it", "--base-model", "gpt2"], "'gpt2' names no repository"),
         (["{model}/nowhere", "--repo", "me/it"], "is no folder"),
-        (["{model}/..", "--repo", "me/it", "--dry-run"], "holds no config.json"),
-        (["{model}", "--repo", "me/it"], "no Hugging Face token"),
+        (["{model}/..", "--repo", "me/it"], "holds no config.json"),
     ],
 )
-def test_errors(argv, said, tiny_checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(hub, "get_token", lambda: None)
-    code, out, err = push(capsys, *(part.format(model=tiny_checkpoint) for part in argv))
+def test_errors(argv, said, tiny_checkpoint, capsys):
+    code, out, err = dry(capsys, *(part.format(model=tiny_checkpoint) for part in argv))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
 
 
 def test_a_folder_without_weights_is_refused(tiny_checkpoint, capsys):
     (tiny_checkpoint / "model.safetensors").unlink()
-    code, _, err = push(capsys, str(tiny_checkpoint), "--repo", "me/it", "--dry-run")
+    code, _, err = dry(capsys, str(tiny_checkpoint), "--repo", "me/it")
     assert code == 2
     assert "holds no model.safetensors" in err

@@ -1,28 +1,36 @@
 """The model card says what the run's files say; an upload sends what it should and nothing else."""
 
-import importlib
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, Response
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub import EvalResult, ModelCard, constants
+from huggingface_hub.utils import close_session
 
 from layerskip import card, hub
 from layerskip.adapters import ADAPTERS_FILE
 from layerskip.recipe import Recipe
+from layerskip.run_record import read_run
+from layerskip.scrub import find_secret, scrub
+from layerskip.shared_files import shared_files, stage
 from layerskip.vocabulary import DRAFT_VOCABULARY_FILE
+from tests.hub_server import WRITER, Hub, running_hub
 
 PUBLISHED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
     *("tokenizer_config.json", "evaluation.json", "metrics.jsonl", "prompts/test.jsonl", "prompts/validation.jsonl"),
+    *("config.yaml", "provenance.json", "report.html", "tune.png", "plots/speed.svg"),
+    *("custom_generate/generate.py", "custom_generate/requirements.txt"),
 }
 KEPT = {
-    *("config.yaml", "provenance.json", "checkpoints/step-000010/model.safetensors", ".env", "notes.txt"),
+    *("checkpoints/step-000010/model.safetensors", ".env", "notes.txt", "costs.json", "samples.jsonl"),
     *("checkpoints/step-000010/config.json", "checkpoints/step-000010/optimizer.pt", "optimizer.pt"),
-    *("data/train.bin", "wandb/run-1/output.log", "tokenizer/tokenizer.json", "wandb/config.json"),
+    *("data/train.bin", "wandb/run-1/output.log", "tokenizer/tokenizer.json", "wandb/config.json", "lora.safetensors"),
+    *("custom_generate/__pycache__/generate.pyc", "model.pt"),
 }
+PRIVATE = "/data/private corpus/of mine.jsonl"
 
 
 @pytest.fixture
@@ -49,8 +57,12 @@ def run_dir(tmp_path) -> Path:
     write(folder, "evaluation", evaluation)
     (folder / "config.yaml").write_text(
         f"run:\n  output_dir: {folder}\nmodel:\n  name_or_path: someone/small-model\n  architecture: {{}}\n"
-        "data:\n  path: []\n  dataset: someone/text\nrecipe: {}\n"
+        f"data:\n  path:\n  - {PRIVATE}\n  dataset: someone/text\n  split: train\n  held_out: 0.05\nrecipe: {{}}\n"
     )
+    argv = ["configs/it.yaml", f"run.output_dir={folder}", f"data.path={PRIVATE}"]
+    write(folder, "provenance", {"launches": [{"argv": argv, "python": "3.11.7"}]})
+    (folder / "report.html").write_text(f"<p>in {folder}, from {PRIVATE}, <a href='https://hub.test/a/b'>here</a></p>")
+    write(folder, "tokenizer_config", {"name_or_path": str(folder / "tokenizer"), "chat": "see /usr/share/doc"})
     return folder
 
 
@@ -94,7 +106,8 @@ def test_the_card_tells_the_runs_own_numbers(run_dir):
         "| training tokens | 123,456 |",
         "| 2 | 7 → 6 | 0.125 → 0.25 | 0 → 0.5 |\n| 10 | 14 | 0.25 | 0.5 |\n",  # by depth, not by letters
         "| whole model | 3.25 → 3.5 |",
-        "3.2500 before training, 3.5000 after (+7.7%)",
+        "Its loss changed by +7.7%.",
+        "| before training | 3.2500 | 25.79 |\n| after training | 3.5000 | 33.12 |",
         "2.50 tokens a verify step, 1.50 times plain",
         "a processor",
     ):
@@ -142,93 +155,240 @@ def test_a_card_is_written_anew_until_somebody_makes_it_theirs(run_dir):
 
 def test_only_what_belongs_to_the_model_goes(run_dir):
     card.write_model_card(run_dir)
-    found = {path.relative_to(run_dir).as_posix() for path in hub.upload_files(run_dir)}
-    assert found == PUBLISHED
+    assert {file.name for file in shared_files(run_dir)} == PUBLISHED
 
 
-class Hub:
-    """Takes the calls of `huggingface_hub.HfApi`, and fails if told to."""
-
-    endpoint = "https://hub.test"
-    error: Exception | None = None
-
-    def __init__(self, token: str) -> None:
-        self.token = token
-        Hub.calls = []
-
-    def create_repo(self, repo_id, **arguments):
-        Hub.calls.append(("create_repo", repo_id, arguments))
-        if Hub.error is not None:
-            raise Hub.error
-
-    def create_branch(self, repo_id, **arguments):
-        Hub.calls.append(("create_branch", repo_id, arguments))
-
-    def upload_folder(self, *, repo_id, **arguments):
-        Hub.calls.append(("upload_folder", repo_id, arguments))
+def test_no_file_that_goes_names_a_local_path(run_dir):
+    card.write_model_card(run_dir)
+    local = [str(run_dir), str(run_dir.parent), str(Path.cwd()), str(Path.home()), PRIVATE, "/data/private"]
+    staged = run_dir.parent / "staged"
+    stage(shared_files(run_dir), staged)
+    names = {path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()}
+    assert names == PUBLISHED
+    for name in names:
+        content = (staged / name).read_bytes().decode()
+        assert [path for path in local if path in content] == [], name
+    argv = json.loads((staged / "provenance.json").read_text())["launches"][0]["argv"]
+    assert argv == ["configs/it.yaml", "run.output_dir=quickstart", "data.path=./of mine.jsonl"]
+    assert "https://hub.test/a/b" in (staged / "report.html").read_text()
+    assert str(run_dir) in (run_dir / "provenance.json").read_text()  # here nothing is changed
 
 
-@pytest.fixture
-def fake_hub(monkeypatch):
-    monkeypatch.setattr(hub, "HfApi", Hub)
-    monkeypatch.setattr(hub, "get_token", lambda: "hf_secret")
-    monkeypatch.setattr(Hub, "error", None)
-    return Hub
+def test_what_is_staged_outlives_what_it_was_staged_from(run_dir):
+    weights = run_dir / "model.safetensors"
+    weights.write_bytes(b"\0weights")
+    stage(shared_files(run_dir), run_dir.parent / "staged")
+    assert (run_dir.parent / "staged" / weights.name).stat().st_ino == weights.stat().st_ino  # no copy
+    weights.unlink()
+    assert (run_dir.parent / "staged" / weights.name).read_bytes() == b"\0weights"
 
 
-def test_upload_sends_the_run_in_one_commit(run_dir, fake_hub):
-    address = hub.upload(run_dir, "someone/quick", private=True, revision="trial")
-    assert address == "https://hub.test/someone/quick/tree/trial"
-    names = [name for name, _, _ in fake_hub.calls]
-    assert names == ["create_repo", "create_branch", "upload_folder"]
-    assert fake_hub.calls[0][2] == {"private": True, "exist_ok": True}
-    assert fake_hub.calls[1][2] == {"branch": "trial", "exist_ok": True}
-    sent = fake_hub.calls[2][2]
-    assert sent["revision"] == "trial"
-    everything = [path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()]
-    assert set(filter_repo_objects(everything, allow_patterns=sent["allow_patterns"])) == PUBLISHED
-
-
-def refused(status: int) -> HfHubHTTPError:
-    http = importlib.import_module(Response.__module__.partition(".")[0])  # httpx or its successor, as installed
-    response = Response(status, request=http.Request("POST", "https://hub.test/api"))
-    return HfHubHTTPError("no\nfor many reasons", response=response)
+def test_scrubbing_cuts_paths_and_leaves_what_only_looks_like_one():
+    paths = {"/work/me/run": "run", "/work/me": "~"}
+    assert scrub("/work/me/run/x and /work/me/run-2, /work/me", paths) == "run/x and ~/run-2, ~"
+    said = "a/b/c https://x.y/z/w <path d='M1/2/3'/> +/Ab/Cd== and/or 1/2/3 ~/x/y"
+    assert scrub(said, {}, everywhere=True) == said
+    assert scrub('{"file": "/mnt/disk/some.txt"}', {}, everywhere=True) == '{"file": "./some.txt"}'
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    "secret",
+    ["hf_" + "aB3" * 11, "ghp_" + "a" * 36, "AKIA" + "A1" * 8, "sk-" + "a" * 40, "-----BEGIN RSA PRIVATE KEY-----"],
+)
+def test_a_secret_stops_the_upload_and_is_not_repeated(run_dir, secret):
+    (run_dir / "prompts" / "test.jsonl").write_text(json.dumps({"prompt": f"key = '{secret}'"}))
+    with pytest.raises(hub.HubError, match=r"test\.jsonl holds what looks like an? .*--exclude") as caught:
+        shared_files(run_dir)
+    assert secret not in str(caught.value)
+    assert "prompts/test.jsonl" not in {file.name for file in shared_files(run_dir, exclude=["prompts/*"])}
+
+
+def test_ones_own_token_is_a_secret_whatever_it_looks_like():
+    assert find_secret("x letmein y", token="letmein") == "your own token"
+    assert find_secret("hf_transfer, sk-learn, commit 3e217a07b9f3de86e609185bb4ae36f4977b4524") is None
+
+
+def test_results_survive_the_hubs_own_reader(run_dir):
+    write(run_dir, "benchmark", benchmark())
+    read = ModelCard(card.model_card(run_dir, "someone/quick")).data
+    assert read.model_name == "quick"
+    found = {(r.metric_type, r.metric_name): r.metric_value for r in read.eval_results}
+    assert all(isinstance(result, EvalResult) for result in read.eval_results)
+    assert found["perplexity", "perplexity"] == pytest.approx(2.718281828**3.5)
+    assert found["accuracy", "greedy agreement of exit layer 2 with the last layer"] == 0.25
+    assert found["speedup", "speedup of self-speculative over plain decoding, greedy"] == 1.512
+    assert {r.dataset_type for r in read.eval_results} == {"someone/text", "prompts"}
+
+
+@pytest.mark.parametrize(
+    ("base_card", "asked", "said"),
     [
-        (refused(403), "the token may not write to someone/quick"),
-        (refused(401), "the token may not write to someone/quick"),
-        (refused(500), "the Hub refused someone/quick \\(500: no\\)"),
-        (HTTPError("Name or service not known"), "cannot reach https://hub.test \\(Name or service not known\\)"),
-        (OfflineModeIsEnabled("offline mode\nis on"), "cannot reach https://hub.test \\(offline mode\\)"),
+        ("---\nlicense: mit\n---\n# Base\n", None, "mit"),
+        ("---\nlicense: mit\n---\n# Base\n", "apache-2.0", "apache-2.0"),
+        ("# Base\n", None, None),
+        ("---\nlicense: [\n---\n", None, None),
+        (None, None, None),
     ],
 )
-def test_the_hubs_errors_are_one_line(run_dir, fake_hub, error, said):
-    fake_hub.error = error
+def test_the_licence_is_the_bases_unless_given_and_missed_if_nobody_names_it(run_dir, tmp_path, base_card, asked, said):
+    base = tmp_path / "a-base"
+    base.mkdir()
+    (base / "LICENSE").write_text("its text")
+    if base_card is not None:
+        (base / "README.md").write_text(base_card)
+    (run_dir / "config.yaml").write_text(f"model:\n  name_or_path: {base}\n")
+    text = card.model_card(run_dir, license=asked)
+    assert ModelCard(text).data.get("license") == said
+    assert ("No licence was named" in text) == (said is None)
+    assert "from a local copy of a-base" in text
+    assert str(base) not in text
+    assert ModelCard(card.model_card(run_dir, base_model="some/base")).data.base_model == "some/base"
+    licence = next(file for file in shared_files(run_dir) if file.name == "LICENSE")
+    assert licence.source.read_text() == "its text"
+
+
+def test_the_card_names_data_pictures_and_every_way_to_use_it(run_dir):
+    text = card.model_card(run_dir, "someone/quick")
+    for said in (
+        "* local text: of mine.jsonl\n* [someone/text](https://huggingface.co/datasets/someone/text), split train",
+        "5% of it was held out",
+        "![tune](tune.png)",
+        "![speed](plots/speed.svg)",
+        "transformers serve someone/quick --trust-remote-code",
+        'from_pretrained("someone/quick", trust_remote_code=True)',
+    ):
+        assert said in text
+    (run_dir / "custom_generate" / "generate.py").unlink()
+    assert "trust" not in card.model_card(run_dir)
+
+
+def test_a_downloaded_run_does_not_pass_its_base_off_as_the_hubs(run_dir, tmp_path):
+    """What is left of a local path in shared settings is no Hub id to whoever shares the run again."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (run_dir / "config.yaml").write_text(f"model:\n  name_or_path: {base}\n")
+    again = tmp_path / "again"
+    stage(shared_files(run_dir), again)
+    base.rmdir()
+    assert ModelCard(card.model_card(again)).data.base_model is None
+    assert "from a local copy of base" in card.model_card(again)
+    assert read_run(again).settings["model"]["name_or_path"] == "./base"
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    """The Hub on loopback, as huggingface_hub sees it in this process, with a token that may write to `someone`."""
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        close_session()
+        yield server
+    close_session()
+
+
+def test_an_upload_brings_what_it_should_and_a_second_one_nothing(run_dir, loopback: Hub):
+    address = hub.upload(run_dir, "someone/quick", private=True, revision="trial/2", license="mit")
+    assert address == f"{loopback.url}/someone/quick/tree/trial/2"
+    repository = loopback.repositories["someone/quick"]
+    assert repository.private
+    assert loopback.files("someone/quick") == {}  # main
+    there = loopback.files("someone/quick", "trial/2")
+    assert {name: content.decode() for name, content in there.items()} == {
+        file.name: file.source.read_text() if file.text is None else file.text for file in shared_files(run_dir)
+    }
+    assert ModelCard(there["README.md"].decode()).data.license == "mit"
+    before = loopback.counts()
+    assert (before["object"], before["commit"]) == (1, 1)
+    hub.upload(run_dir, "someone/quick", private=True, revision="trial/2", license="mit")
+    after = loopback.counts()
+    assert (after["object"], after["commit"]) == (1, 1)
+    ModelCard(there["README.md"].decode()).validate()  # asks the server; raises ValueError
+
+
+@pytest.mark.parametrize("fault", ["drop", "500"])
+def test_a_connection_that_breaks_once_is_tried_again(run_dir, loopback: Hub, fault):
+    (run_dir / "model.safetensors").write_bytes(os.urandom(300_000))
+    oid = sha256(run_dir / "model.safetensors")
+    loopback.faults[oid] = (fault, 1)
+    hub.upload(run_dir, "someone/quick")
+    assert loopback.counts()["object"] == 2
+    assert loopback.files("someone/quick")["model.safetensors"] == (run_dir / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "said"),
+    [
+        ("hf_revoked", "someone/quick", r"does not accept the token \(401: Invalid credentials.*hf auth login"),
+        ("hf_reader", "someone/quick", r"may not write to someone/quick \(403: .*write access to someone, or another"),
+        (WRITER, "stranger/quick", r"may not write to stranger/quick \(403: "),
+    ],
+)
+def test_no_rights_are_told_in_one_line(run_dir, loopback: Hub, monkeypatch, token, repo_id, said):
+    monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(hub.HubError, match=said) as caught:
+        hub.upload(run_dir, repo_id)
+    assert "\n" not in str(caught.value)
+    assert token not in str(caught.value)
+    assert loopback.repositories == {}
+
+
+def test_a_public_repository_is_not_used_where_a_private_one_was_asked_for(run_dir, loopback: Hub):
+    hub.upload(run_dir, "someone/quick")
+    commits = loopback.counts()["commit"]
+    (run_dir / "metrics.jsonl").write_text("secret figures")
+    with pytest.raises(hub.HubError, match="someone/quick is there already, and public"):
+        hub.upload(run_dir, "someone/quick", private=True)
+    assert loopback.counts()["commit"] == commits
+
+
+def test_metadata_that_the_hub_refuses_is_told_in_one_line(run_dir, loopback: Hub):
+    with pytest.raises(hub.HubError, match=r'metadata \("license" must be .*\): mend') as caught:
+        hub.upload(run_dir, "someone/quick", license="My Own")
+    assert "\n" not in str(caught.value)
+    assert loopback.repositories == {}
+
+
+def test_no_network_and_offline_mode_are_told_in_one_line(run_dir, loopback: Hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(
+        hub.UnreachableError, match=r"cannot reach http://127\.0\.0\.1:9 \(.+\): check the network"
+    ) as caught:
         hub.upload(run_dir, "someone/quick")
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    close_session()
+    with pytest.raises(hub.HubError, match="HF_HUB_OFFLINE is set"):
+        hub.upload(run_dir, "someone/quick")
 
 
-def test_what_cannot_be_uploaded_is_refused_before_any_call(run_dir, fake_hub, monkeypatch, tmp_path):
-    fake_hub.calls = []
+def test_what_cannot_be_uploaded_is_refused_before_any_request(run_dir, loopback: Hub, monkeypatch, tmp_path):
     for name in ("quick", "a/b/c", "someone/bad name", "someone/--"):
         with pytest.raises(hub.HubError, match="names no repository"):
             hub.upload(run_dir, name)
+    for branch in ("", "a b", "refs/pr/1", "-x", "a..b", "x.lock", "a//b", "a\nb", "x^"):
+        with pytest.raises(hub.HubError, match="cannot name a branch"):
+            hub.upload(run_dir, "someone/quick", revision=branch)
     with pytest.raises(hub.HubError, match="is no folder"):
         hub.upload(tmp_path / "nowhere", "someone/quick")
     with pytest.raises(hub.HubError, match=r"holds no config\.json"):
         hub.upload(tmp_path, "someone/quick")
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(hub.HubError, match="no Hugging Face token"):
         hub.upload(run_dir, "someone/quick")
     assert not (run_dir / "README.md").exists()
+    monkeypatch.setenv("HF_TOKEN", WRITER)
     write(run_dir, "model.safetensors.index", {"weight_map": {"a": "model-00001-of-00002.safetensors"}})
     with pytest.raises(hub.HubError, match=r"holds no model-00001-of-00002\.safetensors"):
         hub.upload(run_dir, "someone/quick")
-    assert fake_hub.calls == []
+    assert loopback.requests == []
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_damaged_record_is_named(run_dir):
@@ -249,9 +409,9 @@ def test_a_checkpoint_that_lost_what_its_config_names_is_not_uploaded(run_dir, k
     config["layerskip"][key] = value
     write(run_dir, "config", config)
     with pytest.raises(hub.HubError, match=f"holds no {file}"):
-        hub.upload_files(run_dir)
+        shared_files(run_dir)
     (run_dir / file).write_text("{}")
-    assert run_dir / file in hub.upload_files(run_dir)
+    assert file in {shared.name for shared in shared_files(run_dir)}
 
 
 def test_the_card_tells_of_a_draft_vocabulary(run_dir):
