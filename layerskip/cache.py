@@ -89,6 +89,19 @@ class RollbackLayer(DynamicLayer):
         self._keys[rows, :, targets] = self._keys[rows, :, sources]
         self._values[rows, :, targets] = self._values[rows, :, sources]
 
+    def join(self, other: RollbackLayer, rows: int) -> None:
+        """Add `rows` rows: those that another layer holds, or empty ones if nothing was written to it."""
+        length = max(self.length, other.length)
+        self.capacity = max(self.capacity, length)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = _buffer_like(old, self.capacity, len(old) + rows)
+            new[: len(old), :, : self.length] = old[:, :, : self.length]
+            if other.is_initialized:
+                new[len(old) :, :, : other.length] = getattr(other, name)[:, :, : other.length]
+            setattr(self, name, new)
+        self.length = length
+
     def rollback(self, length: int) -> None:
         """Forget every position from `length` on; O(1).
 
@@ -196,6 +209,12 @@ class RollbackCache(_FullLayersCache):
             if layer.is_initialized:
                 layer.batch_select_indices(rows)
 
+    def join(self, other: RollbackCache, rows: int) -> None:
+        """Add the `rows` rows of another cache behind this one's. Of a row that holds fewer positions than the cache,
+        what follows them is for nobody to look at."""
+        for layer, others in zip(self.layers, other.layers, strict=True):
+            layer.join(others, rows)
+
     def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots `sources` (n, m) of the rows (n,) to `targets` (n, m) in all layers."""
         for layer in self.layers:
@@ -252,8 +271,9 @@ class StageCache(_FullLayersCache):
         return layer_idx if self.start <= layer_idx < self.stop else self.start
 
 
-def _buffer_like(states: Tensor, capacity: int) -> Tensor:
+def _buffer_like(states: Tensor, capacity: int, rows: int | None = None) -> Tensor:
     batch, heads, _, width = states.shape
+    batch = batch if rows is None else rows
     # An ordinary tensor wherever it is made, so that the cache can be written outside inference mode too. Zeros: what
     # attention is masked from must still be finite, and short rows have slots that are never written.
     with torch.inference_mode(False):

@@ -15,11 +15,11 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.acceptance import Walk
 from layerskip.cache import RollbackCache
 from layerskip.drafters import Drafter
+from layerskip.joining import Newcomer, join, prefill
 from layerskip.rows import Rows
 from layerskip.sampling import Policy, Sampler
 from layerskip.stages import Stages
@@ -27,6 +27,9 @@ from layerskip.tree import Draft
 
 # (committed (1, length), new (1, n)) of a row -> (how many of the new tokens stay, whether the row ends there)
 Stop = Callable[[Tensor, Tensor], tuple[int, bool]]
+
+# number of rows that are going -> rows that join them
+Admit = Callable[[int], Sequence[Newcomer]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def decode(
     contexts: Sequence[Tensor] | None = None,
     keep_scores: bool = False,
     prefill_chunk: int | None = None,
+    admit: Admit | None = None,
 ) -> Iterator[Step]:
     """Decode every row until its stop ends it or `max_length` is reached; one step for each row a round.
 
@@ -91,12 +95,17 @@ def decode(
             the prompt itself (padding).
         keep_scores: keep logits and scores in the steps.
         prefill_chunk: tokens of the prompt that are read at once; None: all.
+        admit: asked, after every round that leaves rows, with their number: rows that join them. Their steps are
+            numbered on from the rows before. None: nobody.
     """
-    policy = Policy(samplers)
+    # Of each row, so that newcomers can bring theirs.
+    each_sampler = [samplers] * len(prompts) if isinstance(samplers, Sampler) else list(samplers)
+    each_stop = [stops] * len(prompts) if callable(stops) else list(stops)
+    policy = Policy(each_sampler)
     rows = Rows(list(prompts), list(prompts if contexts is None else contexts), max_length)
     held = max(rows.in_cache)  # positions that are right, wherever a round is broken off
     try:
-        _prefill(stages, rows, cache, prefill_chunk)
+        prefill(stages, rows, cache, prefill_chunk)
         drafter.start(rows)
         while True:
             t0 = perf_counter()
@@ -106,7 +115,7 @@ def decode(
             t2 = perf_counter()
             scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
             walk, following = policy.accept(draft, scores, rows)
-            kept, ended = _commit(rows, draft, walk, following, stops)
+            kept, ended = _commit(rows, draft, walk, following, each_stop)
             _compact(cache, rows, draft, walk)
             seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
             steps = _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None)
@@ -121,22 +130,17 @@ def decode(
             yield from steps
             if not going:
                 return
+            if admit is not None and (newcomers := admit(len(rows))):
+                drafter.start(join(newcomers, stages, cache, rows, prefill_chunk))
+                each_sampler += [newcomer.sampler for newcomer in newcomers]
+                each_stop += [newcomer.stop for newcomer in newcomers]
+                held = max(rows.in_cache)
     finally:
         cache.rollback(held)
 
 
-def _prefill(stages: Stages, rows: Rows, cache: RollbackCache, chunk: int | None) -> None:
-    """Read all prompts up to their last tokens. Short rows are filled up on the right: what is written there is
-    behind the row's end, where nothing looks until it is written anew."""
-    prompts = [prompt[:-1] for prompt in rows.prompts]
-    token_ids = prompts[0][None] if len(prompts) == 1 else pad_sequence(prompts, batch_first=True)  # (B, longest)
-    start, length = cache.length, token_ids.shape[1]
-    for first in range(start, length, chunk or max(length, 1)):
-        stages.prefill(token_ids[:, first : min(first + (chunk or length), length)], cache)
-
-
 def _commit(
-    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Stop | Sequence[Stop]
+    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Sequence[Stop]
 ) -> tuple[list[Tensor], list[bool]]:
     """Commit to every row what was accepted and the token after it, cut by the stop; the (1, n) tokens of each row,
     and whether it ended."""
@@ -145,8 +149,7 @@ def _commit(
         nodes = walk.path[row : row + 1, :accepted] - 1  # (1, accepted)
         tokens = draft.tokens[row : row + 1]
         new = torch.cat([tokens.gather(1, nodes), following[row].view(1, 1)], dim=1)[:, : rooms[row]]
-        stop = stops if callable(stops) else stops[rows.index[row]]
-        count, finished = stop(rows.committed(row), new)
+        count, finished = stops[rows.index[row]](rows.committed(row), new)
         new = new[:, :count]
         ended.append(finished or count >= rooms[row])
         rows.append(row, new)

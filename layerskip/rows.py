@@ -62,6 +62,17 @@ class Rows:
         self.roots = torch.cat([row[:, -1:] for row in self._committed])
         self._place()
 
+    def join(self, others: Rows) -> None:
+        """Add rows behind these, between two rounds; their `index` goes on from the rows there were."""
+        others.index = [len(self._limits) + i for i in others.index]
+        self._limits += others._limits
+        self.limit = max(self.limit, others.limit)
+        self.index += others.index
+        self._in_cache += others._in_cache
+        self.prompts += others.prompts
+        self._committed += others._committed
+        self.settle()
+
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
         self.index = [self.index[row] for row in rows]
