@@ -16,6 +16,7 @@ COMMANDS = {
     "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
     "tune": ("infer.tune", "choose exit layer and draft length, forecast from the model's own text and then measured"),
     "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),
+    "export": ("infer.export", "make a checkpoint that decodes by itself, or its draft a model of its own"),
     "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),
 }
 
