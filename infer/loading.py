@@ -7,6 +7,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -52,19 +54,20 @@ def load(
     Raises:
         InputError: with the reason, before the weights are read wherever the reason is known by then.
     """
-    source = str(local_folder(options.model) or options.model)
+    folder = local_folder(options.model)
+    source, where = str(folder or options.model), {"local_files_only": folder is not None or not _hub_answers()}
     logging.disable_progress_bar()  # its bars would stand between our lines
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = _device(options.device)
-    config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source)
+    config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source, **where)
     _check_exit_layers(config, exit_layers)
     _check_companions(config, needs_vocabulary)
-    tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source)
+    tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source, **where)
     _check_vocabulary(config, tokenizer)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     read = AutoModelForCausalLM.from_pretrained
-    model = _read(options.model, "a causal language model", read, source, config=config, dtype=dtype)
+    model = _read(options.model, "a causal language model", read, source, config=config, dtype=dtype, **where)
     if options.dtype == "auto" and device.type == "cpu" and fast_dtype(device) == torch.float32:
         model = model.float()  # half precision would be emulated here, and several times slower
     model = model.to(device).eval()
@@ -163,9 +166,20 @@ def _read(name: str, what: str, read: Any, source: str, **arguments: Any) -> Any
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         if os.path.isdir(source):
             raise InputError(f"{name} holds no usable {what.partition(' ')[2]}: {first_line(error)}") from None
-        raise InputError(
-            f"found no folder {name} here and cannot load {what} {name} from the Hub: {first_line(error)}"
-        ) from None
+        if arguments.get("local_files_only") and isinstance(error, OSError):
+            reason = f"found no folder {name} here, and the Hub cannot be reached: its cache has no {name}"
+        else:
+            reason = f"found no folder {name} here and cannot load {what} {name} from the Hub: {first_line(error)}"
+        raise InputError(reason) from None
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached: asked once, where transformers would ask six times for each file."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # no name server, no route, offline mode, a proxy that refuses
+        return False
+    return True
 
 
 def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | Auto | Tuned | None]) -> None:

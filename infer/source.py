@@ -5,6 +5,7 @@ from pathlib import Path
 
 from infer.errors import InputError
 
+RUNS = "runs"  # where training writes; nobody of that name is on the Hub
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -21,7 +22,7 @@ def local_folder(name: str) -> Path | None:
         return path
     if path.exists():
         raise InputError(f"{name} is a file: give the folder of a saved model, or a Hub id")
-    looks_like_path = name.startswith((".", "~", "/")) or "\\" in name or name.count("/") > 1
+    looks_like_path = name.startswith((".", "~", "/", f"{RUNS}/")) or "\\" in name or name.count("/") > 1
     if looks_like_path or (path.parent != Path() and path.parent.is_dir()):
         raise InputError(f"{name} does not exist: give the folder of a saved model, or a Hub id such as gpt2")
     if not _HUB_ID.fullmatch(name):
