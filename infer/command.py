@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("infer.generate", "continue one prompt, streamed as it is committed, or a file of them in batches"),
     "chat": ("infer.chat", "talk to a model; the cache is kept between turns"),
     "benchmark": ("infer.benchmark", "speed and exactness against plain decoding, side by side"),
+    "load": ("infer.load", "latency and throughput of serving: so many requests at once, or so many a second"),
     "tune": ("infer.tune", "choose exit layer and draft length, forecast from the model's own text and then measured"),
     "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),
     "export": ("infer.export", "make a checkpoint that decodes by itself, or its draft a model of its own"),
