@@ -106,7 +106,7 @@ MISTAKES = {
     "recipe.curriculum=spiral": "recipe: curriculum='spiral' is unknown",
     "run.resume=maybe": "run.resume is 'maybe'; it must be one of auto, never",
     "run.name=7": "run.name is 7; it must be text (str)",
-    "hub.repo_id=model": "hub.repo_id is 'model'; write it as owner/name",
+    "hub.repo=model": "hub.repo: 'model' names no repository: write owner/name",
     "optim=3": "cannot read the override 'optim=3'; write section.key=value",
     "optim.max_steps": "cannot read the override 'optim.max_steps'; write section.key=value",
     "optim.betas=[0.9": "the override 'optim.betas=[0.9' is not YAML",

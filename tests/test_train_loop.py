@@ -254,10 +254,10 @@ def test_a_model_that_is_not_there(run, tmp_path):
 def test_an_upload_that_could_not_succeed_is_told_before_the_training(run):
     if get_token() is not None:
         pytest.skip("there is a token")
-    with pytest.raises(ConfigError, match=r"hub\.repo_id is set, but there is no token"):
-        run("run", "hub.repo_id=owner/name")
-    with pytest.raises(ConfigError, match=r"hub\.repo_id: .* names no repository"):
-        run("run", "hub.repo_id=own er/name")
+    with pytest.raises(ConfigError, match=r"hub\.repo is set, but there is no token"):
+        run("run", "hub.repo=owner/name")
+    with pytest.raises(ConfigError, match=r"hub\.repo: .* names no repository"):
+        run("run", "hub.repo=own er/name")
 
 
 # The finished checkpoint

@@ -81,7 +81,7 @@ def test_a_start_that_failed_before_its_first_step_does_not_block_the_corrected_
 
 @pytest.mark.parametrize(
     "override",
-    ["optim.max_steps=60", "optim.micro_batch_size=1", "every.log=1", "run.name=x", "hub.repo_id=a/b"],
+    ["optim.max_steps=60", "optim.micro_batch_size=1", "every.log=1", "run.name=x", "hub.repo=a/b"],
 )
 def test_what_does_not_make_another_run_may_change(tmp_path, override):
     claim(config_in(tmp_path), [])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.recipe import Recipe
-from train.errors import check, check_at_least
+from train.errors import ConfigError, check, check_at_least
 from train.text_config import DataConfig
 
 
@@ -167,16 +167,29 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Upload of the finished checkpoint."""
+    """Upload to the Hugging Face Hub, beside the run: what fails is told, and stops nothing."""
 
-    repo_id: str | None = None  # Hub repository to upload to, owner/name; left out, no upload
-    private: bool = True  # create the repository as private
+    repo: str | None = None  # repository to upload to, owner/name; left out, no upload
+    private: bool = True  # make the repository private; one that is public already is refused
+    when: Literal["end", "best"] = "end"  # end: the finished run; best: before it each best checkpoint, too
+    revision: str | None = None  # branch to upload to; left out, main
+    license: str | None = None  # for the model card, such as apache-2.0; left out, the base model's if its card is here
+    timeout: int = 3600  # seconds to wait for the upload when the run is finished
 
     def __post_init__(self) -> None:
-        check(
-            self.repo_id is None or self.repo_id.count("/") == 1,
-            f"hub.repo_id is {self.repo_id!r}; write it as owner/name",
-        )
+        check_at_least("hub", self, {"timeout": 1})
+        if self.repo is None:
+            return
+        from layerskip.hub import HubError, check_repo_id, check_revision  # half a second, for those who upload
+
+        try:
+            check_repo_id(self.repo)
+        except HubError as error:
+            raise ConfigError(f"hub.repo: {error}") from None
+        try:
+            check_revision(self.revision or "main")
+        except HubError as error:
+            raise ConfigError(f"hub.revision: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,10 @@ class TrainConfig:
             or self.tokenizer.train_vocab_size is not None,
             "a model from scratch has no tokenizer of its own: give tokenizer.name_or_path or "
             "tokenizer.train_vocab_size",
+        )
+        check(
+            self.hub.repo is None or self.hub.when != "best" or self.best.keep,
+            "hub.when is best and best.keep is false: set best.keep=true, or hub.when=end",
         )
         check(
             self.model.lora_rank is None or self.recipe.adapter_rank is None,

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from layerskip.anatomy import UnsupportedModelError
-from layerskip.hub import HubError, upload, write_model_card
+from layerskip.card import write_model_card
 from layerskip.settings import Setting, carry, store_setting
 from layerskip.vocabulary import store_draft_vocabulary
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture
 from train.checkpoint import save_model
-from train.config import HubConfig
 from train.console import Reporter
 from train.costs import machine
 from train.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary, record_of
 from train.engine import is_sharded
 from train.evaluate import Evaluation, report
 from train.files import read_json, write_json
+from train.hub import Uploads
 from train.report import try_report
 from train.samples import write_samples
 from train.setup import Run
@@ -51,8 +51,8 @@ def is_finished(run: Run) -> bool:
     return exported and record.get("steps") == run.progress.step >= run.config.optim.max_steps
 
 
-def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
-    """Choose the decoding setting, write the finished checkpoint and the report, and upload if asked to.
+def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> None:
+    """Choose the decoding setting, write the finished checkpoint and the report, and begin the upload if asked to.
 
     Every process calls this. evaluation.json is written after the checkpoint: its "after" says that all is
     there.
@@ -75,12 +75,11 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker) -> None:
         record["draft_vocabulary"] = record_of(vocabulary, run.config)
         write_json(folder / _EVALUATION, record)
         _compare(record, run, reporter, tracker)
-        write_model_card(folder)
+        write_model_card(folder, run.config.hub.repo, run.config.hub.license)
         if run.config.tracking.report:
             try_report(folder, reporter)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
-        if run.config.hub.repo_id:
-            _upload(run.config.hub, folder, reporter)
+        uploads.finished()
     run.accelerator.wait_for_everyone()
 
 
@@ -188,14 +187,3 @@ def _final_record(
         "tokens": run.progress.tokens,
         "forecast_conditions": machine(run.accelerator, run.config),
     }
-
-
-def _upload(hub: HubConfig, folder: Path, reporter: Reporter) -> None:
-    """Upload the finished checkpoint. A failure is told, not raised: the run itself is whole."""
-    assert hub.repo_id is not None
-    try:
-        address = upload(folder, hub.repo_id, private=hub.private)
-    except HubError as error:
-        reporter.say(f"not uploaded: {error}; try again with: python -m infer push {folder} --repo {hub.repo_id}")
-    else:
-        reporter.say(f"uploaded to {address}")

@@ -25,6 +25,7 @@ from train.engine import autocast, fill_gradients, leave
 from train.errors import TrainingError
 from train.evaluate import report
 from train.finish import finish, is_finished, record_before
+from train.hub import Uploads
 from train.interrupts import Interrupts
 from train.meter import Meter
 from train.optim import learning_rate, set_learning_rate
@@ -55,6 +56,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
         Interrupts() as interrupts,
         Reporter(main, optim.max_steps, progress.step) as reporter,
         Tracker(config, progress.step, main) as tracker,
+        Uploads(config, reporter, main) as uploads,
     ):
         announce(run, reporter)
         for note in tracker.notes:
@@ -115,6 +117,7 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                 metrics |= {"learning_rate": rate, "gradient_norm": gradient_norm, "tokens": progress.tokens}
                 tracker.log(progress.step, "train", metrics)
                 reporter.metrics(progress.step, metrics)
+                uploads.poll()
             is_best = False
             if progress.step % every.evaluate == 0 and not last_step and not stop:
                 evaluation = run.evaluator.measure(model, run.data.validation)
@@ -128,13 +131,16 @@ def train(config: TrainConfig, argv: Sequence[str] = ()) -> int:
                     keep_step=best["step"] if best else None,
                 )
                 reporter.say(f"saved {saved}" + (", the best so far" if is_best else ""))
+                if is_best and main:
+                    uploads.best(saved, tracker.validations[-1], progress.tokens)
             if stop and not last_step:
                 reporter.say(f"stopped after step {progress.step}; the same command goes on from there")
                 leave(accelerator)
                 return 128 + (interrupts.signal or signal.SIGTERM)
 
-        finish(run, reporter, tracker)
+        finish(run, reporter, tracker, uploads)
     leave(accelerator)
+    uploads.wait()  # the first process alone, after the others were let go
     return 0
 
 

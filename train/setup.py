@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import get_token
+from huggingface_hub import get_token, is_offline_mode
 
 import layerskip
 from layerskip.adapters import adapters_of, drop_other_adapters
 from layerskip.anatomy import num_layers
-from layerskip.hub import HubError, check_repo_id
 from layerskip.vocabulary import draft_vocabulary_of
 from train import run_folder
 from train.boundaries import why_not_apart
@@ -98,13 +97,11 @@ def _check_services(config: TrainConfig) -> None:
     """Raise `ConfigError` now for what would fail after the training: a name, or a key to log in with."""
     check_trackers(config.tracking)
     check_lora(config.model)
-    if config.hub.repo_id:
-        try:
-            check_repo_id(config.hub.repo_id)
-        except HubError as error:
-            raise ConfigError(f"hub.repo_id: {error}") from None
+    if config.hub.repo:
         if get_token() is None:
-            raise ConfigError("hub.repo_id is set, but there is no token: run `hf auth login`, or leave it out")
+            raise ConfigError("hub.repo is set, but there is no token: run `hf auth login`, or leave it out")
+        if is_offline_mode():
+            raise ConfigError("hub.repo is set, and HF_HUB_OFFLINE too: unset that, or leave hub.repo out")
 
 
 def _hang_recipe(
