@@ -237,10 +237,10 @@ def test_three_tokens_are_accepted_as_computed_by_hand():
 
 
 def measure_overlap(measurement: ExitMeasurement, p: torch.Tensor, q: torch.Tensor) -> float:
-    from layerskip.forecast import _Text, _warper
+    from layerskip.target_text import TargetText, warper
 
     ids = torch.zeros(1, 2, dtype=torch.long)
-    text = _Text.read(p.log().expand(1, 2, 3), ids, 1, None, _warper(1.0, 1.0))
+    text = TargetText.read(p.log().expand(1, 2, 3), ids, 1, None, warper(1.0, 1.0))
     measurement._add(q.log().expand(1, 2, 3), text)
     return measurement.overlap
 
