@@ -58,15 +58,19 @@ class ExitDrafter(NoDrafter):
     def __init__(self, shape: Shape, draft_stop: DraftStop | None = None) -> None:
         self.shape = shape
         self.draft_stop = draft_stop or DraftStop(len(shape.widths))
+        self._asked = False  # whether the stop was, in this round
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
         return self._grow(stages, cache, rows, policy, self._now(rows))
 
     def observe(self, steps: Sequence[Step]) -> None:
-        self.draft_stop.end(steps)
+        if self._asked:
+            self.draft_stop.end(steps)
+        self._asked = False
 
     def _now(self, rows: Rows) -> Shape:
         """The tree of the round that begins."""
+        self._asked = True
         return self.shape.cut(min(self.draft_stop.begin(), max(rows.rooms) - 1))
 
     def _grow(
@@ -80,6 +84,8 @@ class ExitDrafter(NoDrafter):
     ) -> Draft:
         if not shape.widths:
             return draft_nothing(rows)
+        if self.draft_stop.exit_layer not in (None, stages.exit_layer):
+            stages.use(self.draft_stop.exit_layer)
         confident = self.draft_stop.goes_on if self.draft_stop.asks else None
         if len(rows) == 1 and shape.is_chain and branches is None:
             return draft_chain(stages, cache, rows, policy, len(shape.widths), confident)
@@ -118,6 +124,8 @@ class LookupDrafter(ExitDrafter):
             self._indexes[index].propose(min(self.num_tokens, room - 1)) if room > 1 else []
             for index, room in zip(rows.index, rows.rooms, strict=True)
         ]
+        if all(found) and not self.branch:
+            return draft_found(rows, found)
         shape = self._now(rows)
         if self.branch and shape.widths and any(found):
             return self._grow(stages, cache, rows, policy, shape, found)
@@ -149,10 +157,12 @@ class ForcedDrafter:
         return self.otherwise.draft(stages, cache, rows, policy)
 
 
-def drafter_for(setting: Setting, grammar: GrammarProcessor | None = None) -> Drafter:
-    """The drafter that a setting asks for."""
+def drafter_for(
+    setting: Setting, grammar: GrammarProcessor | None = None, adaptive: DraftStop | None = None
+) -> Drafter:
+    """The drafter that a setting asks for; `adaptive` where drafts are weighed."""
     drafter: Drafter = NoDrafter()
-    draft_stop = draft_stop_for("cost" if setting.weighs else setting.draft_stop, len(setting.shape.widths))
+    draft_stop = adaptive or draft_stop_for(setting.draft_stop, len(setting.shape.widths))
     if setting.lookup != "off":
         shape = None if setting.lookup == "only" else setting.shape
         drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", draft_stop)

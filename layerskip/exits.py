@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from layerskip.anatomy import num_layers
 from layerskip.recipe import Recipe
 from layerskip.settings import AUTO, Setting, carried, tuned_setting
+from layerskip.stages import Stages
 
 MOST = 3  # exits that a run chooses from: each has to be looked at
 _UNKNOWN = 0.5  # acceptance, of an exit that was trained but never measured
@@ -33,25 +34,20 @@ class KnownExit:
 
 
 def known_exits(model: PreTrainedModel) -> list[KnownExit]:
-    """Exits that the checkpoint was tuned to, measured at or trained for, ascending; else a few shallow ones of a
-    model that was never taught to draft."""
-    layers, kept = num_layers(model), carried(model.config)
-    measured = {int(exit_layer): numbers for exit_layer, numbers in (kept.get("exits") or {}).items()}
-    tuned = tuned_setting(model)
-    exits = set(measured)
-    if not exits and kept.get("recipe"):
-        exits = set(_trained_exits(kept["recipe"], layers))
-    if tuned is not None and isinstance(tuned.exit_layer, int):
-        exits.add(tuned.exit_layer)
-    exits = {exit_layer for exit_layer in exits if 1 <= exit_layer < layers}
-    if not exits:
+    """Exits that the checkpoint was tuned to, measured at or trained for, the most promising, ascending; else a few
+    shallow ones of a model that was never taught to draft."""
+    layers = num_layers(model)
+    found = [known for known in _taught(model) if 1 <= known.exit_layer < layers]
+    if not found:
         shallow = {max(1, round(layers * share)) for share in (1 / 10, 1 / 5, 1 / 3)}
-        return [KnownExit(e, _UNTRAINED, _UNTRAINED, trained=False) for e in sorted(shallow) if e < layers]
-    found = []
-    for exit_layer in sorted(exits):
-        numbers = measured.get(exit_layer, {})
-        found.append(KnownExit(exit_layer, numbers.get("agreement", _UNKNOWN), numbers.get("overlap", _UNKNOWN)))
+        return [_untaught(exit_layer) for exit_layer in sorted(shallow) if exit_layer < layers]
     return sorted(sorted(found, key=lambda known: -_promise(known, layers))[:MOST], key=lambda known: known.exit_layer)
+
+
+def known_exit(model: PreTrainedModel, exit_layer: int | str | None) -> KnownExit:
+    """What is expected of one exit."""
+    assert isinstance(exit_layer, int)
+    return next((known for known in _taught(model) if known.exit_layer == exit_layer), _untaught(exit_layer))
 
 
 def first_exit(model: PreTrainedModel, setting: Setting) -> int | None:
@@ -62,13 +58,43 @@ def first_exit(model: PreTrainedModel, setting: Setting) -> int | None:
     return setting.exit_layer
 
 
+def prepare_exits(stages: Stages, setting: Setting) -> Stages:
+    """Cut and check the model at every exit that the setting may draft from, before anything is decoded."""
+    if setting.exit_layer == AUTO and setting.lookup != "only":
+        for known in reversed(known_exits(stages.model)):
+            stages.use(known.exit_layer)
+    return stages
+
+
+def _taught(model: PreTrainedModel) -> list[KnownExit]:
+    """Every exit that was measured, or else trained, and the tuned one."""
+    kept = carried(model.config)
+    measured = {int(exit_layer): numbers for exit_layer, numbers in (kept.get("exits") or {}).items()}
+    exits = set(measured) or set(_trained_exits(kept.get("recipe"), num_layers(model)))
+    tuned = tuned_setting(model)
+    if tuned is not None and isinstance(tuned.exit_layer, int):
+        exits.add(tuned.exit_layer)
+    found = []
+    for exit_layer in sorted(exits):
+        numbers = measured.get(exit_layer, {})
+        agreement = numbers.get("agreement") or _UNKNOWN
+        found.append(KnownExit(exit_layer, agreement, numbers.get("overlap") or agreement))
+    return found
+
+
+def _untaught(exit_layer: int) -> KnownExit:
+    return KnownExit(exit_layer, _UNTRAINED, _UNTRAINED, trained=False)
+
+
 def _promise(known: KnownExit, layers: int) -> float:
     """Tokens that an endless chain would bring for the time of a draft token, layers alone counted."""
     return 1 / (1 - min(known.agreement, 0.99)) / (1 + 4 * known.exit_layer / layers)
 
 
-def _trained_exits(recipe: dict[str, object], layers: int) -> tuple[int, ...]:
+def _trained_exits(recipe: dict[str, object] | None, layers: int) -> tuple[int, ...]:
     """Of the recipe that a checkpoint carries; none where another version wrote it."""
+    if not recipe:
+        return ()
     try:
         return Recipe.from_dict(recipe).trained_exits(layers)
     except (TypeError, ValueError):

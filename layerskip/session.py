@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from layerskip.adaptive import adaptive_for
 from layerskip.anatomy import check_positions, check_rope, device_of, unwrap
 from layerskip.cache import RollbackCache, check_own_cache
 from layerskip.choice import Choice, samplers_of, seeds_of
 from layerskip.decoding import Step, decode
-from layerskip.drafters import drafter_for
-from layerskip.exits import first_exit
+from layerskip.drafters import Drafter, drafter_for
+from layerskip.exits import first_exit, prepare_exits
 from layerskip.guidance import made_reversible
 from layerskip.refusals import refuse_arguments, refuse_cache, refuse_mode, refuse_named
 from layerskip.sampling import Sampler
@@ -71,12 +72,22 @@ class Session:
             yield step
 
     def _decode(self) -> Iterator[Step]:
+        if not self.setting.weighs:
+            return self._decode_with(drafter_for(self.setting, self.grammar))
+        return self._decode_adaptively()
+
+    def _decode_adaptively(self) -> Iterator[Step]:
+        sampled = any(sampler.do_sample for sampler in self.samplers)
+        with adaptive_for(self.stages, self.setting, sampled) as adaptive:
+            yield from self._decode_with(drafter_for(self.setting, self.grammar, adaptive))
+
+    def _decode_with(self, drafter: Drafter) -> Iterator[Step]:
         return decode(
             self.stages,
             self._prompts(),
             self.samplers[0] if len(self.samplers) == 1 else self.samplers,
             self.stops[0] if len(self.stops) == 1 else self.stops,
-            drafter=drafter_for(self.setting, self.grammar),
+            drafter=drafter,
             max_length=self.max_lengths[0] if len(self.max_lengths) == 1 else self.max_lengths,
             cache=self.cache,
             contexts=list(self.input_ids),
@@ -133,7 +144,7 @@ def prepare_session(
     refuse_cache(model, cache, kwargs, generation_config)
     setting = resolve_setting(model, **drafting)
     vocabulary = draft_vocabulary_of(model) if setting.draft_vocabulary and setting.exit_layer is not None else None
-    stages = Stages(model, first_exit(model, setting), vocabulary)
+    stages = prepare_exits(Stages(model, first_exit(model, setting), vocabulary), setting)
     if not setting.shape.is_chain or setting.lookup == "branch":
         stages.check_blocks(branching=True)
     given = dict(kwargs)

@@ -61,7 +61,7 @@ class Stages:
         sights = zip(decoder_layers(self.model), self.anatomy.sights, strict=True)
         self._layers = [Placed(layer, sight, self._here) for layer, sight in sights]
         self._whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
-        self._draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
+        self.draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
         self._cuts: dict[int, tuple[nn.Module, Tap, nn.Module, Inject]] = {}
         if self.exit_layer is not None:
             self.use(self.exit_layer)
@@ -85,9 +85,9 @@ class Stages:
         inject = Inject(layers[0], returns_tuple)
         skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
         early = with_layers(self.model, path, [*layers[:exit_layer], tap])
-        if self._draft_vocabulary is not None:
+        if self.draft_vocabulary is not None:
             self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
-            early = with_draft_head(early, self.model, self._draft_vocabulary)
+            early = with_draft_head(early, self.model, self.draft_vocabulary)
         return early, tap, with_layers(self.model, path, [inject, *skips, *layers[exit_layer:]]), inject
 
     def new_cache(self, capacity: int = 256, limit: int | None = None) -> RollbackCache:
@@ -118,8 +118,8 @@ class Stages:
         if not logits_to_keep:
             return None, hidden
         logits = logits[:, -logits_to_keep:]
-        if self._draft_vocabulary is not None:
-            logits = scatter(logits, self._draft_vocabulary, self._vocab_size)
+        if self.draft_vocabulary is not None:
+            logits = scatter(logits, self.draft_vocabulary, self._vocab_size)
         return logits, hidden
 
     def verify(

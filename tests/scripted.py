@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerskip.adaptive import Adaptive, Prospect
 from layerskip.block import Block
 from layerskip.cache import RollbackCache
+from layerskip.exits import KnownExit
+from layerskip.round_times import RoundTimes
 
 Logits = Callable[[tuple[int, ...]], Tensor]  # prefix token ids -> (vocab,) logits of what follows
 
@@ -112,3 +115,14 @@ def random_table(vocab: int, seed: int, sharpness: float = 1.5) -> Logits:
         return table[prefix]
 
     return logits
+
+
+def adaptive(most: int, exits: tuple[int, ...] = (1,), acceptance: float = 0.6, trained: bool = True) -> Adaptive:
+    """Weighs chains of a model of ten layers and a head that costs one; passes without the head save that."""
+    weights = {("plain",): 11.0}
+    for e in exits:
+        weights |= {("draft", e): e + 1.0, ("verify", e): 11.0 - e}
+    known = [KnownExit(e, acceptance, acceptance, trained) for e in exits]
+    return Adaptive(
+        most, [Prospect(k, acceptance, k.exit_layer / (k.exit_layer + 1), most) for k in known], RoundTimes(weights)
+    )

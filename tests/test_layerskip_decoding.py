@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from layerskip import drafters, rules
 from layerskip.acceptance import walk_sampled
 from layerskip.decoding import decode
-from layerskip.draft_stop import CostAware, DraftStop, Heuristic
+from layerskip.draft_stop import DraftStop, Heuristic
 from layerskip.drafters import ExitDrafter, LookupDrafter, NoDrafter
 from layerskip.drafting import chain_of, draft_chain
 from layerskip.sampling import Sampler
@@ -30,7 +30,7 @@ from layerskip.stages import Stages
 from layerskip.tree import Shape, parse_shape
 from tests import tiny
 from tests.distributions import chi_square_p_value
-from tests.scripted import ScriptedCache, ScriptedStages, random_table
+from tests.scripted import ScriptedCache, ScriptedStages, adaptive, random_table
 
 V = 4
 
@@ -156,7 +156,7 @@ DRAFTERS = {
     "branch": lambda: LookupDrafter(2, parse_shape((2, 1)), branch=True),
     "stop": lambda: ExitDrafter(Shape((1, 1, 1)), DraftStop(3, 0.5)),
     "heuristic stop": lambda: ExitDrafter(Shape((1, 1, 1)), Heuristic(3, start=1)),
-    "cost stop": lambda: ExitDrafter(Shape((1, 1, 1)), CostAware(3)),
+    "adaptive": lambda: ExitDrafter(Shape((1, 1, 1)), adaptive(3)),
 }
 
 

@@ -1,0 +1,245 @@
+"""What to draft in a round, by what the rounds before brought and in what time: how long, from which exit, or nothing.
+
+A round of exit E that drafts N tokens brings 1 + a_1 + a_1 a_2 + ... tokens and takes the time of its passes. Both are
+known from the run itself: the acceptance a_i of each position by running means that forget slowly and start from what
+the checkpoint says of its exits, the times by a `RoundTimes`. What promises most tokens a second is done. What could do
+better if it were a little luckier than it seems is tried, the less often the more often it was tried in vain.
+
+Within a round a token is drafted while the chance that it stays is worth more than the time it takes: while
+
+    P c > r (d + v)
+
+with P the chance that all before it stay, c that it does (running means by tenths of the exit's confidence), d and v
+the time it adds to draft and verification, and r the tokens a second that the run can have otherwise. In a batch the
+rows' chances are averaged: they share the time.
+
+All of this looks at rounds that are over and at the draft's distribution before a token is drawn, so the output stays
+exact (see `acceptance.py`, condition C). It also looks at the clock: with the rules "rejection" and "block" a seed no
+longer gives the same text twice, though of the same distribution; greedy and coupled output stay what they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.anatomy import device_of
+from layerskip.cost_model import paper_costs
+from layerskip.draft_stop import DraftStop, confidence
+from layerskip.exits import KnownExit, known_exit, known_exits
+from layerskip.round_times import Part, RoundTimes
+from layerskip.settings import AUTO, Setting
+
+if TYPE_CHECKING:
+    from layerskip.decoding import Step
+    from layerskip.stages import Stages
+
+FORGET = 0.97  # a round of its own
+FORGET_IDLE = 0.995  # any other
+PRIOR = 3.0  # observations that what the checkpoint says counts for
+LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
+DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
+MOST_WAIT = 64  # rounds between two trials of what does not pay
+
+
+class Prospect:
+    """An exit that may draft, and what its rounds brought.
+
+    Args:
+        known: what the checkpoint says of it.
+        acceptance: of a drafted token, to begin with.
+        extend: what a pass without the head takes, as a share of one with it.
+        most: tokens of the longest chain.
+    """
+
+    def __init__(self, known: KnownExit, acceptance: float, extend: float, most: int) -> None:
+        self.exit_layer, self.extend, self.acceptance = known.exit_layer, extend, acceptance
+        self.idle, self.wait = 0, 1  # rounds since it drafted, and how many there must be before it is tried again
+        self.asked, self.went = [0.0] * most, [0.0] * most  # by position: looked at, and drafted then
+        self.judged, self.stayed = [0.0] * most, [0.0] * most  # by position: of rows, verified and accepted
+        self.hoped = [0.0] * most  # by position: sum of the chances that those judged had by their confidence
+        sure = [(tenth + 0.5) / 10 for tenth in range(10)]
+        # Confidence says how often a taught exit is right, but for one sampled broadly, as is its target.
+        chances = [(c + acceptance) / 2 if known.trained else acceptance * 2 * c for c in sure]
+        self.priors = chances
+        self.sure_judged, self.sure_stayed = [0.0] * 10, [0.0] * 10  # by tenth of confidence
+
+    def forget(self, own: bool) -> None:
+        """A round has passed, its own or another's."""
+        self.idle, kept = 0 if own else self.idle + 1, FORGET if own else FORGET_IDLE
+        for sums in (self.asked, self.went, self.judged, self.stayed, self.hoped, self.sure_judged, self.sure_stayed):
+            sums[:] = [kept * value for value in sums]
+
+    def chance(self, tenth: int, position: int) -> float:
+        """That a token drafted with this confidence stays if all before it do."""
+        own = (self.sure_stayed[tenth] + PRIOR * self.priors[tenth]) / (self.sure_judged[tenth] + PRIOR)
+        return min(1.0, own * (self.stayed[position] + PRIOR) / (self.hoped[position] + PRIOR))
+
+    def judge(self, tenths: Sequence[int], accepted: int) -> None:
+        """A row drafted tokens of these confidences, and so many of them stayed."""
+        for position, tenth in enumerate(tenths[: accepted + 1]):
+            stayed = position < accepted
+            self.hoped[position] += self.chance(tenth, position)
+            self.judged[position] += 1
+            self.stayed[position] += stayed
+            self.sure_judged[tenth] += 1
+            self.sure_stayed[tenth] += stayed
+
+    def plan(self, clock: RoundTimes, luck: float = 0.0) -> tuple[float, int]:
+        """Tokens a second of the most promising length, and that length.
+
+        Args:
+            luck: how much better than it seems the acceptance may be, see `LUCK`.
+        """
+        draft, best = clock.draft(self.exit_layer), (0.0, 1)
+        tokens, looks, drafted, reach, likely = 1.0, 0.0, 0.0, 1.0, self.acceptance
+        going = 1.0  # chance that the chain gets this far
+        for position in range(len(self.asked)):
+            seen = self.judged[position]
+            likely = (self.stayed[position] + PRIOR * likely) / (seen + PRIOR)
+            hoped = likely + luck * (1 - likely) / (seen + PRIOR) ** 0.5
+            goes = (self.went[position] + 1) / (self.asked[position] + 1)
+            looks += going
+            going *= goes
+            reach *= goes * hoped
+            tokens, drafted = tokens + reach, drafted + going
+            seconds = (looks + going * self.extend) * draft + clock.verify(self.exit_layer, drafted)
+            best = max(best, (tokens / seconds, position + 1))
+        return best
+
+
+class Adaptive(DraftStop):
+    """Weighs every round's draft against its time.
+
+    Args:
+        most: tokens of the longest chain.
+        prospects: the exits to choose from.
+        clock: times the parts of a round.
+    """
+
+    def __init__(self, most: int, prospects: Sequence[Prospect], clock: RoundTimes) -> None:
+        super().__init__(most)
+        self.prospects, self.clock = list(prospects), clock
+        self._idle, self._wait = 0, 4  # of plain rounds, as in `Prospect`
+        self._now: Prospect | None = None  # what drafts in this round
+        self._tried = False  # whether it does so to be tried
+        self._rate = 0.0  # r
+        self._batch = 0
+        self._begin_chain()
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+    @property
+    def exit_layer(self) -> int | None:
+        return None if self._now is None else self._now.exit_layer
+
+    def _begin_chain(self) -> None:
+        self._tenths: list[list[int]] = []  # of each position looked at: of each row
+        self._reach: list[float] = []  # P of each row
+        self._ended = False
+
+    def begin(self) -> int:
+        self._begin_chain()
+        plain = 1 / self.clock.plain
+        plans = [(*prospect.plan(self.clock), prospect) for prospect in self.prospects]
+        rate, length, best = max(plans, key=lambda plan: plan[0])
+        self._rate, self._now, self._tried = max(rate, plain), best if rate > plain else None, False
+        if self._now is not None and self._idle >= self._wait and plain * DOUBT[self.clock.knows_plain] > rate:
+            self._now, self._tried = None, True
+            return 0
+        due = [plan for plan in plans if plan[2] is not self._now and plan[2].idle >= plan[2].wait]
+        hopes = [(plan[2].plan(self.clock, LUCK)[0], *plan) for plan in due]
+        hope, seems, longest, hopeful = max(hopes, key=lambda hope: hope[0], default=(0.0, 0.0, 0, None))
+        if hopeful is not None and hope > self._rate:
+            self._now, self._tried = hopeful, True
+            return longest if seems > plain else 1
+        return length if self._now is not None else 0
+
+    def goes_on(self, scores: Tensor) -> Tensor:
+        assert self._now is not None
+        position = len(self._tenths)
+        tenths = [min(9, int(10 * sure)) for sure in confidence(scores).tolist()]  # (B,)
+        reach = self._reach or [1.0] * len(tenths)
+        self._reach = [r * self._now.chance(t, position) for r, t in zip(reach, tenths, strict=True)]
+        self._tenths.append(tenths)
+        price = self._rate * (self.clock.draft(self._now.exit_layer) + self.clock.further(self._now.exit_layer))
+        worth = sum(self._reach) / len(self._reach) > price or (self._tried and position == 0)
+        self._ended = not worth
+        return torch.full((len(tenths),), worth, dtype=torch.bool, device=scores.device)
+
+    def end(self, steps: Sequence[Step]) -> None:
+        if len(steps) != self._batch:
+            if self._batch:
+                self.clock.rebase()
+            self._batch = len(steps)
+        draft = sum(step.draft_seconds for step in steps)
+        rest = sum(step.verify_seconds + step.rollback_seconds for step in steps)
+        for prospect in self.prospects:
+            prospect.forget(prospect is self._now)
+        self._idle += 1
+        if self._now is None:
+            if not any(step.num_drafted for step in steps):  # else something was found elsewhere
+                self.clock.add(("plain",), draft + rest)
+                self._idle, self._wait = 0, min(2 * self._wait, MOST_WAIT) if self._tried else 4
+            return
+        now, looks = self._now, len(self._tenths)
+        if not looks:
+            return
+        drafted = looks - self._ended
+        self.clock.add(("draft", now.exit_layer), draft / (looks + (0 if self._ended else now.extend)))
+        self.clock.add(("verify", now.exit_layer, drafted), rest)
+        now.wait = min(2 * now.wait, MOST_WAIT) if self._tried else 1
+        for position in range(looks):
+            now.asked[position] += 1
+            now.went[position] += position < drafted
+        for row, step in enumerate(steps):
+            tenths = [at[row] for at in self._tenths[: min(drafted, step.num_drafted)]]
+            now.judge(tenths, step.num_accepted)
+
+    def again(self) -> Adaptive:
+        """For the next call: knows what this one does, and is ready to learn that all is different now."""
+        copy = deepcopy(self)
+        copy._begin_chain()
+        copy._now = None
+        for prospect in copy.prospects:
+            prospect.wait = min(prospect.wait, 8)
+        return copy
+
+
+_remembered: weakref.WeakKeyDictionary[nn.Module, dict[Any, Adaptive]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def adaptive_for(stages: Stages, setting: Setting, sampled: bool) -> Iterator[Adaptive]:
+    """What weighs the drafts of a call. It begins with what the last one of its kind with this model had learnt."""
+    model = stages.model
+    exits = known_exits(model) if setting.exit_layer == AUTO else [known_exit(model, setting.exit_layer)]
+    most = len(setting.shape.widths)
+    kind = (tuple(exits), most, sampled, setting.draft_vocabulary, model.dtype, device_of(model))
+    calls = _remembered.setdefault(model, {})
+    adaptive = calls[kind].again() if kind in calls else _new(stages, exits, most, sampled)
+    try:
+        yield adaptive
+    finally:
+        calls[kind] = adaptive
+
+
+def _new(stages: Stages, exits: Sequence[KnownExit], most: int, sampled: bool) -> Adaptive:
+    costs = paper_costs(stages.model, [known.exit_layer for known in exits], stages.draft_vocabulary)
+    draft = costs.cut_draft or costs.draft
+    weights: dict[Part, float] = {("plain",): costs.plain}
+    prospects = []
+    for known in exits:
+        e = known.exit_layer
+        weights |= {("draft", e): draft[e], ("verify", e): costs.verify[e][1]}
+        acceptance = known.overlap if sampled else known.agreement
+        prospects.append(Prospect(known, acceptance, costs.extend[e] / draft[e], most))
+    return Adaptive(most, prospects, RoundTimes(weights))
