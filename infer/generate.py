@@ -14,7 +14,10 @@ from infer.source import local_folder
 from infer.terminal import Terminal
 
 DEFAULT_BATCH_SIZE = 8
-NO_EXIT = "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft"
+NO_EXIT = (
+    "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft, or have "
+    "python -m infer tune MODEL --write choose one"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

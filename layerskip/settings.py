@@ -165,7 +165,7 @@ def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
     if "exit_layer" not in asked and tuned is None and asked.get("lookup", "off") != "only":
         warnings.warn(
             "this checkpoint carries no tuned exit layer, so it is decoded plainly: "
-            f"give exit_layer=1 … {num_layers(model) - 1}, or exit_layer=None to say so",
+            f"give exit_layer=1 … {num_layers(model) - 1} (infer tune --write picks it), or exit_layer=None to say so",
             stacklevel=4,
         )
     base = {} if tuned is None else {field.name: getattr(tuned, field.name) for field in fields(Setting)}
