@@ -157,6 +157,7 @@ def _speedups(measured: Measured, baseline: Measured) -> dict[str, Any]:
         "speedup_by_prompt": [_rounded(value) for value in measured.speedup_by_prompt(baseline)],
         "decode_speedup": _rounded(measured.decode_speedup(baseline)),
         "median_decode_speedup": _rounded(measured.median_decode_speedup(baseline)),
+        "processor_speedup": _rounded(measured.processor_speedup(baseline)),
     }
 
 

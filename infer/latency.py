@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ class Timing:
         seconds: wall time of the whole call.
         bursts: (seconds since the call began, tokens) each time that tokens were handed out; not empty. Plain decoding
             hands out one token at a time, speculation what a round commits.
+        processor_seconds: processor time of the whole process, all threads: what others' work on the machine does not
+            lengthen much. On a GPU it says little.
     """
 
     seconds: float
     bursts: tuple[tuple[float, int], ...]
+    processor_seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +73,7 @@ class Stopwatch(BaseStreamer):
         self.timeout = timeout
         self._bursts: list[tuple[float, int]] = []
         self._seen_any = False
+        self._processor_start = process_time()
         self._start = perf_counter()
 
     def put(self, value: Tensor) -> None:
@@ -90,13 +94,14 @@ class Stopwatch(BaseStreamer):
         """Nothing is held back that would have to come out now."""
 
     def timing(self, seconds: float, num_tokens: int) -> Timing | None:
-        """Of a call that took so long and kept so many tokens; None if it handed nothing out."""
+        """Of a call that has just ended, took so long and kept so many tokens; None if it handed nothing out."""
+        processor_seconds = process_time() - self._processor_start
         bursts, left = [], num_tokens
         for when, tokens in self._bursts:
             if kept := min(tokens, left):  # the last draft of transformers' own may be cut after it was handed out
                 bursts.append((when, kept))
             left -= kept
-        return Timing(seconds, tuple(bursts)) if bursts else None
+        return Timing(seconds, tuple(bursts), processor_seconds) if bursts else None
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:

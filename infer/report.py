@@ -12,14 +12,15 @@ COLUMNS = (
 )
 LATENCY_COLUMNS = (
     *("arm", "TTFT ms", "p95", "TPOT ms", "p95", "gap ms", "p95", "end to end ms", "p95"),
-    *("requests/s", "errors", "time-outs", "warm-up s"),
+    *("requests/s", "errors", "time-outs", "warm-up s", "CPU speedup"),
 )
 LATENCY_NOTE = (
     "Median and 95th percentile. TTFT: call to first tokens; TPOT: the rest of the call over the other tokens; gap: "
-    "between the bursts a round hands out; warm-up: the first call, of few tokens, which no other number counts."
+    "between the bursts a round hands out; warm-up: the first call, which no other number counts; CPU speedup: by "
+    "processor time, which a busy machine changes less."
 )
 ROUND_COLUMNS = (
-    *("arm", "exit", "drafts", "rounds", "drafted", "accepted", "by position", "rounds by accepted"),
+    *("arm", "rounds", "drafted", "accepted", "by position", "rounds by accepted"),
     "prefill/draft/verify/rollback/other",
 )
 ROUND_NOTE = (
@@ -77,6 +78,7 @@ def latency_row(record: dict[str, Any]) -> list[str]:
         str(record["num_errors"]),
         str(record["num_timeouts"]),
         _text(record.get("warm_up_seconds"), ".2f"),
+        _text(record.get("processor_speedup"), ".2f"),
     ]
 
 
@@ -86,7 +88,7 @@ def round_row(record: dict[str, Any]) -> list[str]:
     parts = record.get("seconds_by_part") or {}
     shares = "/".join(f"{seconds / record['seconds']:.0%}" for seconds in parts.values()) if len(parts) > 2 else "-"
     return [
-        *(record["arm"], _text(record["exit_layer"]), _text(record["drafts"])),
+        record["arm"],
         *(_text(record.get(name)) for name in ("num_steps", "num_drafted", "num_accepted")),
         " ".join(f"{rate:.2f}".lstrip("0") for rate in by_position) if by_position else "-",
         " ".join(map(str, histogram)) if histogram else "-",

