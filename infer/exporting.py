@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
 from infer.errors import InputError
 from infer.export import ExportOptions, exit_of
 from infer.loading import Loaded, load
@@ -36,11 +38,7 @@ def change(
     exit_layer = None
     if options.assistant_early_exit:
         exit_layer = exit_of(options, setting, str(source))
-        loaded = load(model, [exit_layer])
-        try:
-            export.check_early_exit(loaded.model, exit_layer)
-        except UnsupportedModelError as error:
-            raise InputError(f"{error}: use --custom-generate instead") from None
+        try_early_exit(load(model, [exit_layer]), exit_layer)
         terminal.note(
             "transformers drafts one sequence at a time, and refuses batches; it knows neither an exit's adapter nor a "
             "draft vocabulary"
@@ -58,6 +56,18 @@ def change(
     if options.remove:
         done["removed"] = remove(target)
     return done
+
+
+def try_early_exit(loaded: Loaded, exit_layer: int) -> None:
+    """Raise `InputError` unless transformers' own early exit decodes the model."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its assistant is called in ways that it warns of itself
+    try:
+        export.check_early_exit(loaded.model, exit_layer)
+    except UnsupportedModelError as error:
+        raise InputError(f"{error}: use --custom-generate instead") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def remove(folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from infer.command import main
 from layerskip.adapters import attach_adapters, save_adapters
@@ -130,9 +130,9 @@ def test_an_adapter_is_told_of_and_one_that_does_not_fold_refused(tuned, tmp_pat
 
 def test_an_architecture_without_early_exit_is_refused_before_anything_is_written(tmp_path, tokenizer, capsys):
     folder = tmp_path / "gpt2"
-    model = tiny.architecture("gpt2")
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
+    model_type, arguments = tiny.ARCHITECTURES["gpt2"]
+    config = AutoConfig.for_model(model_type, **{**arguments, "vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     before = content(folder)
     code, out, err = export(capsys, folder, "--assistant-early-exit", "--exit-layer", "2")
