@@ -40,6 +40,7 @@ def show(result: dict[str, Any], terminal: Terminal) -> None:
             f"{result['model']}, greedy, {name}: {found['num_requests']} requests x {found['repeats']} "
             f"({found['prompts']}, {found['num_prompts']} prompts) of at most {found['prompt_tokens']} tokens, "
             f"{found['max_new_tokens']} new tokens, at most {found['max_batch_size']} rows"
+            + (", processor time" if found["clock"] == "processor" else "")
         )
         columns = ("arm", level, *COLUMNS, *(("good/s",) if objective else ()))
         terminal.table(title, columns, [_row(each, objective) for each in cells], f"{describe(found)}\n{CAPTION}")

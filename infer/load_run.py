@@ -1,10 +1,10 @@
 """The load test itself: every arm under every level, arms in turn, in one process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from infer.arms import Arm, plain
@@ -13,12 +13,13 @@ from infer.comparison import encode, name_of
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.families import load_families
-from infer.load import LoadOptions
-from infer.load_arrivals import Arrivals, ClosedLoop, Level, Prompt
+from infer.load_arrivals import ClosedLoop, Level, Prompt
 from infer.load_engines import LoopEngine, PlainEngine
+from infer.load_level import Outcome, run_level
 from infer.load_metrics import summarize
+from infer.load_options import LoadOptions
 from infer.load_report import draw, record, show, write
-from infer.load_worker import Clock, Engine, Request, RequestQueue, Worker
+from infer.load_worker import Engine, Request
 from infer.loading import Loaded
 from infer.options import DecodingOptions, ModelOptions
 from infer.prompts import Prompts
@@ -29,66 +30,12 @@ from layerskip.settings import Setting
 _WARM_UP_TOKENS = 8
 
 
-@dataclass
-class Outcome:
-    """What one or more runs of an arm under a level brought."""
-
-    answers: list[Request] = field(default_factory=list)
-    seconds: float = 0.0  # from the first arrival to the last answer, of all runs
-    interrupted: bool = False
-
-    def merge(self, other: "Outcome") -> None:
-        """Add another run."""
-        self.answers += other.answers
-        self.seconds += other.seconds
-        self.interrupted |= other.interrupted
-
-
 @dataclass(frozen=True)
 class Served:
     """An arm and what makes its engine, given `max_new_tokens`."""
 
     arm: Arm
     engine: Callable[[int], Engine]
-
-
-def run_level(
-    engine: Engine,
-    level: Level,
-    prompts: Sequence[Prompt],
-    *,
-    batch_size: int,
-    timeout: float,
-    seed: int = 0,
-    on_answer: Callable[[Request], None] = lambda request: None,
-    clock: Clock = perf_counter,
-) -> Outcome:
-    """Put a request for each prompt to a worker in this thread, as the level has them arrive from another thread.
-
-    Ctrl-C ends it with the answers so far.
-    """
-    queue, outcome = RequestQueue(), Outcome()
-
-    def keep(request: Request) -> None:
-        outcome.answers.append(request)
-        on_answer(request)
-
-    worker = Worker(engine, queue, batch_size, keep, clock)
-    arrivals = Arrivals(partial(level.feed, prompts, queue, clock, timeout, seed), queue)
-    arrivals.start()
-    try:
-        worker.run()
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    finally:
-        queue.close()
-        arrivals.join()
-    if arrivals.error is not None:
-        raise arrivals.error
-    if outcome.answers:
-        last = max(request.finished for request in outcome.answers if request.finished is not None)
-        outcome.seconds = last - min(request.arrived for request in outcome.answers)
-    return outcome
 
 
 def load_test(model: ModelOptions, options: LoadOptions, prompts: Prompts, terminal: Terminal) -> int:
@@ -100,6 +47,8 @@ def load_test(model: ModelOptions, options: LoadOptions, prompts: Prompts, termi
     """
     common = options.as_benchmark()
     loaded, families = load_families(model, common)
+    if options.clock == "processor" and loaded.model.device.type != "cpu":
+        raise InputError(f"--clock processor does not see the time of {loaded.model.device}: add --device cpu")
     arms = [_served(loaded, family.name, family.arms[0], options) for family in families]
     texts = [tuple(ids[0].tolist()) for ids in encode(loaded, prompts.test, common)]
     requests = list(islice(cycle(texts), options.num_requests))
@@ -194,6 +143,7 @@ def _measure(
                     batch_size=options.batch_size,
                     timeout=options.timeout,
                     seed=options.seed + repeat,
+                    clock=process_time if options.clock == "processor" else perf_counter,
                     on_answer=partial(_tell, advance, label),
                 )
                 outcomes.setdefault((served, level), Outcome()).merge(outcome)

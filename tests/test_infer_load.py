@@ -9,8 +9,8 @@ import torch
 from infer.command import main
 from infer.load_arrivals import ClosedLoop, OpenLoop
 from infer.load_engines import LoopEngine, PlainEngine
+from infer.load_level import run_level
 from infer.load_report import draw, pays_line
-from infer.load_run import run_level
 from infer.load_worker import Request, Worker
 from infer.options import DecodingOptions
 from layerskip.settings import Setting
@@ -138,23 +138,23 @@ def load(folder, capsys, *flags: str, code: int = 0) -> tuple[str, dict]:
 
 def test_the_table_the_record_and_the_picture_hold_every_arm_and_level(tiny_checkpoint, tmp_path, capsys):
     files = ["--json", str(tmp_path / "load.json"), "--png", str(tmp_path / "load.png")]
-    objective = ["--slo-ttft", "1e7", "--slo-tpot", "1e-7"]
+    objective = ["--slo-ttft", "1e7", "--slo-tpot", "1e-7", "--arms", "plain,loop,chain"]
     levels = ["--concurrency", "2,1", "--rate", "300", "--repeats", "2", "--num-requests", "3"]
     shown, result = load(tiny_checkpoint, capsys, *levels, *files, *objective)
     assert json.loads((tmp_path / "load.json").read_text()) == result
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
-    arms = ["plain", "plain loop", "self-speculative", "lookup hybrid"]
+    arms = ["plain", "plain loop", "self-speculative"]
     records = result["load"]
     levels_of = [(each["max_concurrency"], each["request_rate"]) for each in records]
-    assert levels_of == [(1, None)] * 4 + [(2, None)] * 4 + [(None, 300.0)] * 4
+    assert levels_of == [(1, None)] * 3 + [(2, None)] * 3 + [(None, 300.0)] * 3
     assert [each["arm"] for each in records] == arms * 3
-    assert [each["batching"] for each in records[:4]] == ["static"] + ["continuous"] * 3
+    assert [each["batching"] for each in records[:3]] == ["static", "continuous", "continuous"]
     for each in records:
         assert each["completed"] == each["equal_outputs"] == each["num_requests"] == 6
         assert each["output_throughput"] == pytest.approx(each["total_output_tokens"] / each["duration"], rel=1e-2)
         assert each["median_ttft_ms"] <= each["p95_ttft_ms"] <= each["p99_ttft_ms"] <= each["p99_e2el_ms"]
         assert each["request_goodput"] == 0  # nobody keeps that time per token
-    assert all(records[i]["mean_tokens_per_burst"] == 1 for i in (0, 1, 4, 5))
+    assert all(records[i]["mean_tokens_per_burst"] == 1 for i in (0, 1, 3, 4))
     assert {each["total_output_tokens"] for each in records} == {records[0]["total_output_tokens"]}
     for said in (*arms[:2], "self-speculative 2/4", "closed loop", "open loop", "TTFT ms", "good/s", "float32"):
         assert said in shown
@@ -222,6 +222,8 @@ def test_where_drafting_pays_is_said(speeds, said):
         (("--png", "/nowhere/x.png"), "--png /nowhere/x.png: there is no folder /nowhere"),
         (("--json", "/nowhere/x.json"), "--json /nowhere/x.json: there is no folder /nowhere"),
         (("--png", "x.bmp"), "--png x.bmp: name it with one of"),
+        (("--clock", "processor", "--threads", "1", "--rate", "1"), "--clock processor stands still"),
+        (("--clock", "processor"), "--clock processor would count every thread's time: add --threads 1"),
         (("--max-new-tokens", "250"), "--prompt-tokens 64 and --max-new-tokens 250 make 314"),
         ((), "carries no tuned exit layer"),
     ],

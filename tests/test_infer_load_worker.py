@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from infer.load_arrivals import Arrivals, ClosedLoop, OpenLoop, poisson
+from infer.load_level import run_level
 from infer.load_metrics import Objective, percentile, summarize
-from infer.load_run import run_level
 from infer.load_worker import Request, RequestQueue, Worker
 
 
