@@ -17,6 +17,7 @@ COMMANDS = {
     "load": ("infer.load", "latency and throughput of serving: so many requests at once, or so many a second"),
     "tune": ("infer.tune", "choose exit layer and draft length, forecast from the model's own text and then measured"),
     "evaluate": ("infer.evaluation", "loss, agreement and task quality of the model and of each of its exits"),
+    "inspect": ("infer.inspection", "what each layer would say after each token of a text, and what was drafted"),
     "vocabulary": ("infer.vocabulary", "choose the tokens that the draft's head has rows for"),
     "export": ("infer.export", "make a checkpoint that decodes by itself, or its draft a model of its own"),
     "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),

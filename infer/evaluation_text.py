@@ -120,6 +120,6 @@ def _records(loaded: Loaded, exit_layer: int, found: ExitMeasurement) -> Iterato
             "loss": None if loss is None else round(loss, 6),
             "perplexity": None if loss is None or loss > 700 else round(math.exp(loss), 4),  # beyond, it overflows
             "agreement": round(measured.agreement, 6),
-            "overlap": round(measured.overlap, 6),
+            "overlap": round(min(1.0, measured.overlap), 6),
             "num_tokens": measured.num_tokens,
         }

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,8 +18,10 @@ from rich.progress import (
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 DRAFTED, OWN = "green", "bold magenta"
+_MARKS = {True: "green", False: "magenta", None: ""}
 _PIPED_WIDTH = 160  # columns of a table that no terminal limits
 
 
@@ -79,6 +82,24 @@ class Terminal:
             table.add_column(column, justify="right" if index else "left", no_wrap=bool(index))
         for row in rows:
             table.add_row(*row)
+        console.print(table)
+
+    @property
+    def width(self) -> int:
+        """Columns of a table on standard output."""
+        return PipeConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH).width
+
+    def marked_table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[tuple[str, bool | None]]], caption: str
+    ) -> None:
+        """A table on standard output whose cells are (text, whether it is right; None: neither), in colour where a
+        terminal shows any."""
+        console = PipeConsole(width=self.width, highlight=False, markup=False)
+        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE)
+        for column in columns:
+            table.add_column(column, no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(text, style=_MARKS[right]) for text, right in row))
         console.print(table)
 
     @contextmanager
