@@ -1,6 +1,7 @@
 """`push`, as a program, against the Hub's protocol on loopback; what it uploads is downloaded and decodes the same."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import layerskip
 from infer.command import main
+from layerskip.adapters import adapters_of, save_adapters
+from layerskip.settings import carry, store_setting
+from tests import tiny
 from tests.hub_server import WRITER, Hub, running_hub
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,44 +111,57 @@ def test_without_rights_it_ends_with_one_line(tiny_checkpoint, loopback, token, 
     assert loopback.repositories == {}
 
 
-_DECODE = """
-import sys, torch, layerskip
+_DOWNLOAD = """
+import json, sys, torch, layerskip
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from layerskip.adapters import adapters_of
 
 torch.set_num_threads(1)
-name, revision = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None)
-model = AutoModelForCausalLM.from_pretrained(name, revision=revision or None).eval()
-inputs = tokenizer("def value(index)", return_tensors="pt", return_token_type_ids=False)
-for output in (
-    model.generate(**inputs, max_new_tokens=24, do_sample=False),
-    layerskip.generate(model, **inputs, max_new_tokens=24, do_sample=False),
-):
-    print(repr(tokenizer.decode(output[0])))
+for revision in sys.argv[2:]:
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], revision=revision)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], revision=revision).eval()
+    inputs = tokenizer("def value(index)", return_tensors="pt", return_token_type_ids=False)
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    outputs = [model.generate(**inputs, **settings)[0], layerskip.generate(model, **inputs, **settings)[0]]
+    total = sum(weight.sum().item() for weight in adapters_of(model).parameters())
+    print(json.dumps([[tokenizer.decode(output) for output in outputs], total]))
 """
 
 
+def with_adapters(folder: Path, tokenizer, seed: int, loss: float) -> tuple[str, float]:
+    """Saves a model with adapters of noise and a tuned setting; its continuation and the sum of its adapters."""
+    model = tiny.llama(vocab_size=len(tokenizer))
+    layerskip.prepare(model, layerskip.Recipe.preset("frozen-target", exits=(2,), adapter_rank=4, seed=seed))
+    adapters = adapters_of(model)
+    torch.manual_seed(seed)
+    for weight in adapters.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    store_setting(model, layerskip.Setting(2, 3))
+    carry(model.config, exits={"2": {"loss": loss}})
+    model.eval().save_pretrained(folder)
+    save_adapters(model, folder)
+    tokenizer.save_pretrained(folder)
+    inputs = tokenizer("def value(index)", return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]
+    return tokenizer.decode(output), sum(weight.sum().item() for weight in adapters.parameters())
+
+
 @pytest.mark.slow
-def test_what_was_uploaded_is_downloaded_and_says_the_same(train_tiny, loopback, tmp_path):
-    """The loop closed: train, push to a private branch, from_pretrained elsewhere. Adapters and setting travel too."""
-    folder = train_tiny("recipe.preset=frozen-target", "recipe.exits=[2]", "recipe.adapter_rank=4")
-    assert (folder / "exit_adapters.safetensors").is_file()
-    code, _, err = push(loopback, folder, "--repo", "someone/it", "--private", "--revision", "trial")
-    assert code == 0, err
-    assert str(folder).encode() not in b"".join(loopback.files("someone/it", "trial").values())
-
-    def decode(name: str, revision: str) -> list[str]:
-        command = [sys.executable, "-c", _DECODE, name, revision]
-        settings = {**environment(loopback, tmp_path), "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 0, result.stderr
-        return result.stdout.splitlines()
-
-    here, there = decode(str(folder), ""), decode("someone/it", "trial")
-    assert here == there
-    assert there[0] == there[1]
-    downloaded = [path for method, path in loopback.requests if method == "GET" and "/resolve/" in path]
-    assert any(path.endswith("exit_adapters.safetensors") for path in downloaded)
+def test_what_was_uploaded_is_downloaded_and_says_the_same(loopback, tmp_path, tokenizer):
+    """Two branches of a private repository with other adapters each: from_pretrained brings each branch its own."""
+    expected = {}
+    for seed, branch in enumerate(("main", "trial")):
+        folder = tmp_path / branch
+        expected[branch] = with_adapters(folder, tokenizer, seed, loss=2.0 + seed)
+        code, _, err = push(loopback, folder, "--repo", "someone/it", "--private", "--revision", branch)
+        assert code == 0, err
+    command = [sys.executable, "-c", _DOWNLOAD, "someone/it", *expected]
+    settings = {**environment(loopback, tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    for line, (text, total) in zip(result.stdout.splitlines(), expected.values(), strict=True):
+        assert json.loads(line) == [[text, text], pytest.approx(total, abs=1e-4)]
+    assert expected["main"][1] != pytest.approx(expected["trial"][1], abs=1e-2)
 
 
 def dry(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
