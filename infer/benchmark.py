@@ -140,6 +140,8 @@ def read_options(arguments: argparse.Namespace) -> BenchmarkOptions:
             raise InputError(
                 "--answers are of prompts decoded one at a time, and --batch-sizes has many: leave one out"
             )
+        if options.equal_budget:
+            raise InputError("--answers are of the arms of --arms, and --equal-budget has none: leave one out")
         if options.answers.exists() and not options.answers.is_dir():
             raise InputError(f"--answers {options.answers} is a file: name a folder, for a file of each arm")
     for flag, file in (("--json", options.json), ("--html", options.html)):

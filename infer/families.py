@@ -8,9 +8,8 @@ from infer.arms import Arm, coupled, plain, plain_loop, self_speculative
 from infer.benchmark import BenchmarkOptions
 from infer.errors import InputError
 from infer.loading import Loaded, check_tree, choose_setting, load
-from infer.memory import bytes_by_layer
 from infer.options import ModelOptions
-from infer.rivals import assistant_early_exit, assistant_model, compiled, prompt_lookup
+from infer.rivals import assistant_early_exit, assistant_model, cache_bytes, compiled, prompt_lookup
 from layerskip.exits import first_exit
 from layerskip.settings import AUTO, DEFAULT_NUM_DRAFT_TOKENS, Setting
 
@@ -103,7 +102,7 @@ def _assistants(loaded: Loaded, model: ModelOptions, options: BenchmarkOptions) 
             "transformers then takes them for the same: choose an assistant with the model's tokenizer"
         )
     tokenizers = None if sizes[0] == sizes[1] else (loaded.tokenizer, other.tokenizer)
-    position_bytes = sum(bytes_by_layer(other.model))
+    position_bytes = cache_bytes(other.model)
     lengths: Sequence[int | None] = options.num_draft_tokens or (None,)
     return tuple(assistant_model(other.model, tokenizers, length, position_bytes) for length in lengths)
 

@@ -1,11 +1,12 @@
 """The ways to decode that transformers brings itself: compiled, and its three kinds of assisted generation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -19,7 +20,7 @@ from layerskip.stats import Statistics
 DEFAULT_ASSISTANT_TOKENS, DEFAULT_CONFIDENCE = 20, 0.4
 
 
-def compiled(backend: str = "inductor") -> Arm:
+def compiled(backend: str | Callable[..., Any] = "inductor") -> Arm:
     """Plain decoding with a static cache and a compiled decoding step (the prompt's pass is not compiled)."""
     return Arm("compiled", partial(_compiled, backend=backend), compiles=True)
 
@@ -68,13 +69,28 @@ def assistant_model(
     return Arm("assistant_model", decode, setting, other_cache_bytes=cache_bytes)
 
 
+@torch.inference_mode()
+def cache_bytes(model: PreTrainedModel) -> int:
+    """What one position takes in a model's own cache, of any causal LM that has one."""
+    output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True)
+    cache = output.get("cache") or output.get("past_key_values")
+    layers = [(layer.keys, layer.values) for layer in getattr(cache, "layers", []) if hasattr(layer, "keys")]
+    return sum(part.numel() * part.element_size() for pair in layers for part in pair if part is not None)
+
+
 def _compiled(
-    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], backend: str
+    model: PreTrainedModel, prompt: Tensor, arguments: dict[str, Any], backend: str | Callable[..., Any]
 ) -> tuple[Tensor, Statistics | None]:
     config = CompileConfig(backend=backend)
     config._compile_all_devices = True  # type: ignore[assignment]  # or a CPU would run the static cache uncompiled
     others = {"cache_implementation": "static", "compile_config": config}
-    return cast(Tensor, generate(model, prompt, **others, **arguments)), None
+    try:
+        return cast(Tensor, generate(model, prompt, **others, **arguments)), None
+    except Exception as error:
+        inner = getattr(error, "inner_exception", None)  # of a compiler that fails, whose first line does not say why
+        if inner is None:
+            raise
+        raise inner from None
 
 
 def _assisted(

@@ -129,17 +129,17 @@ def liven(model):
     return model
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(vocab_size: int = 300, text: str = "def add(a, b):\n    return a + b\n") -> PreTrainedTokenizerFast:
     """Byte-level BPE with 300 tokens; 0 is padding, 1 begins, 2 ends."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    text = ["def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog"] * 4
+    texts = [text, "the quick brown fox jumps over the lazy dog"] * 4
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=["<pad>", "<bos>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(text, trainer)
+    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
