@@ -49,7 +49,7 @@ def scrub(text: str, paths: dict[str, str], everywhere: bool = False) -> str:
     """
     if paths:
         longest_first = sorted(paths, key=len, reverse=True)
-        pattern = "|".join(re.escape(path) + r"(?![\w-])" for path in longest_first)
+        pattern = "|".join(rf"(?<![\w+]){re.escape(path)}(?![\w-])" for path in longest_first)
         text = re.sub(pattern, lambda match: paths[match[0]], text)
     return _PATH.sub(lambda match: _cut(match[0]), text) if everywhere else text
 

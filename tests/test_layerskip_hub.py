@@ -18,6 +18,7 @@ from layerskip.shared_files import shared_files, stage
 from layerskip.vocabulary import DRAFT_VOCABULARY_FILE
 from tests.hub_server import WRITER, Hub, running_hub
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # huggingface_hub's own upload
 PUBLISHED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
     *("tokenizer_config.json", "evaluation.json", "metrics.jsonl", "prompts/test.jsonl", "prompts/validation.jsonl"),
@@ -186,6 +187,7 @@ def test_what_is_staged_outlives_what_it_was_staged_from(run_dir):
 def test_scrubbing_cuts_paths_and_leaves_what_only_looks_like_one():
     paths = {"/work/me/run": "run", "/work/me": "~"}
     assert scrub("/work/me/run/x and /work/me/run-2, /work/me", paths) == "run/x and ~/run-2, ~"
+    assert scrub("path=/work/me/x file:///work/me/y aB/work/me/==", paths) == "path=~/x file://~/y aB/work/me/=="
     said = "a/b/c https://x.y/z/w <path d='M1/2/3'/> +/Ab/Cd== and/or 1/2/3 ~/x/y"
     assert scrub(said, {}, everywhere=True) == said
     assert scrub('{"file": "/mnt/disk/some.txt"}', {}, everywhere=True) == '{"file": "./some.txt"}'
