@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from layerskip.decoding import Step
     from layerskip.stages import Stages
 
-FORGET = 0.97  # a round of its own
+FORGET = 0.98  # a round of its own
 FORGET_IDLE = 0.995  # any other
 PRIOR = 3.0  # observations that what the checkpoint says counts for
 LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
 DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
-MOST_WAIT = 64  # rounds between two trials of what does not pay
+FIRST_WAIT, MOST_WAIT = 2, 64  # rounds between two trials of what does not pay, twice as many after each
 
 
 class Prospect:
@@ -60,7 +61,6 @@ class Prospect:
 
     def __init__(self, known: KnownExit, acceptance: float, extend: float, most: int) -> None:
         self.exit_layer, self.extend, self.acceptance = known.exit_layer, extend, acceptance
-        self.idle, self.wait = 0, 1  # rounds since it drafted, and how many there must be before it is tried again
         self.asked, self.went = [0.0] * most, [0.0] * most  # by position: looked at, and drafted then
         self.judged, self.stayed = [0.0] * most, [0.0] * most  # by position: of rows, verified and accepted
         self.hoped = [0.0] * most  # by position: sum of the chances that those judged had by their confidence
@@ -72,7 +72,7 @@ class Prospect:
 
     def forget(self, own: bool) -> None:
         """A round has passed, its own or another's."""
-        self.idle, kept = 0 if own else self.idle + 1, FORGET if own else FORGET_IDLE
+        kept = FORGET if own else FORGET_IDLE
         for sums in (self.asked, self.went, self.judged, self.stayed, self.hoped, self.sure_judged, self.sure_stayed):
             sums[:] = [kept * value for value in sums]
 
@@ -91,13 +91,13 @@ class Prospect:
             self.sure_judged[tenth] += 1
             self.sure_stayed[tenth] += stayed
 
-    def plan(self, clock: RoundTimes, luck: float = 0.0) -> tuple[float, int]:
+    def plan(self, times: RoundTimes, luck: float = 0.0) -> tuple[float, int]:
         """Tokens a second of the most promising length, and that length.
 
         Args:
             luck: how much better than it seems the acceptance may be, see `LUCK`.
         """
-        draft, best = clock.draft(self.exit_layer), (0.0, 1)
+        draft, best = times.draft(self.exit_layer), (0.0, 1)
         tokens, looks, drafted, reach, likely = 1.0, 0.0, 0.0, 1.0, self.acceptance
         going = 1.0  # chance that the chain gets this far
         for position in range(len(self.asked)):
@@ -109,7 +109,7 @@ class Prospect:
             going *= goes
             reach *= goes * hoped
             tokens, drafted = tokens + reach, drafted + going
-            seconds = (looks + going * self.extend) * draft + clock.verify(self.exit_layer, drafted)
+            seconds = (looks + going * self.extend) * draft + times.verify(self.exit_layer, drafted)
             best = max(best, (tokens / seconds, position + 1))
         return best
 
@@ -120,16 +120,21 @@ class Adaptive(DraftStop):
     Args:
         most: tokens of the longest chain.
         prospects: the exits to choose from.
-        clock: times the parts of a round.
+        times: of the parts of a round.
+        processor: time rounds by this thread's processor time, which does not count while the machine runs something
+            else (by the wall clock a busy machine makes long passes slow and leaves short ones alone), instead of the
+            steps' seconds. For a CPU.
     """
 
-    def __init__(self, most: int, prospects: Sequence[Prospect], clock: RoundTimes) -> None:
+    def __init__(self, most: int, prospects: Sequence[Prospect], times: RoundTimes, processor: bool = False) -> None:
         super().__init__(most)
-        self.prospects, self.clock = list(prospects), clock
-        self._idle, self._wait = 0, 4  # of plain rounds, as in `Prospect`
+        self.prospects, self.times, self._processor = list(prospects), times, processor
+        self._began = self._drafted = 0.0  # processor seconds
+        self._since, self._wait = 0, FIRST_WAIT  # rounds since the last trial, and how many there must be
         self._now: Prospect | None = None  # what drafts in this round
         self._tried = False  # whether it does so to be tried
         self._rate = 0.0  # r
+        self._length = 0  # of the longest chain in this round
         self._batch = 0
         self._begin_chain()
 
@@ -147,21 +152,26 @@ class Adaptive(DraftStop):
         self._ended = False
 
     def begin(self) -> int:
+        self._began = thread_time()
         self._begin_chain()
-        plain = 1 / self.clock.plain
-        plans = [(*prospect.plan(self.clock), prospect) for prospect in self.prospects]
+        plain = 1 / self.times.plain
+        plans = [(*prospect.plan(self.times), prospect) for prospect in self.prospects]
         rate, length, best = max(plans, key=lambda plan: plan[0])
         self._rate, self._now, self._tried = max(rate, plain), best if rate > plain else None, False
-        if self._now is not None and self._idle >= self._wait and plain * DOUBT[self.clock.knows_plain] > rate:
-            self._now, self._tried = None, True
-            return 0
-        due = [plan for plan in plans if plan[2] is not self._now and plan[2].idle >= plan[2].wait]
-        hopes = [(plan[2].plan(self.clock, LUCK)[0], *plan) for plan in due]
-        hope, seems, longest, hopeful = max(hopes, key=lambda hope: hope[0], default=(0.0, 0.0, 0, None))
-        if hopeful is not None and hope > self._rate:
-            self._now, self._tried = hopeful, True
-            return longest if seems > plain else 1
-        return length if self._now is not None else 0
+        self._since += 1
+        if self._since >= self._wait:
+            hopes: list[tuple[float, float, int, Prospect | None]] = [
+                (p.plan(self.times, LUCK)[0], seems, longest, p) for seems, longest, p in plans if p is not self._now
+            ]
+            if self._now is not None:
+                hopes.append((plain * DOUBT[self.times.knows_plain], plain, 0, None))
+            hope, seems, longest, hopeful = max(hopes, key=lambda each: each[0], default=(0.0, 0.0, 0, None))
+            if hope > self._rate:
+                self._now, self._tried, self._since = hopeful, True, 0
+                self._wait = min(2 * self._wait, MOST_WAIT)
+                length = longest if seems >= plain else 1
+        self._length = 0 if self._now is None else length
+        return self._length
 
     def goes_on(self, scores: Tensor) -> Tensor:
         assert self._now is not None
@@ -170,33 +180,38 @@ class Adaptive(DraftStop):
         reach = self._reach or [1.0] * len(tenths)
         self._reach = [r * self._now.chance(t, position) for r, t in zip(reach, tenths, strict=True)]
         self._tenths.append(tenths)
-        price = self._rate * (self.clock.draft(self._now.exit_layer) + self.clock.further(self._now.exit_layer))
-        worth = sum(self._reach) / len(self._reach) > price or (self._tried and position == 0)
+        # Its own pass has the head if another token may follow it.
+        share = self._now.extend if position + 1 >= self._length else 1.0
+        price = share * self.times.draft(self._now.exit_layer) + self.times.further(self._now.exit_layer)  # d + v
+        worth = sum(self._reach) / len(self._reach) > self._rate * price or (self._tried and position == 0)
         self._ended = not worth
         return torch.full((len(tenths),), worth, dtype=torch.bool, device=scores.device)
+
+    def drafted(self) -> None:
+        self._drafted = thread_time()
 
     def end(self, steps: Sequence[Step]) -> None:
         if len(steps) != self._batch:
             if self._batch:
-                self.clock.rebase()
+                self.times.rebase()
             self._batch = len(steps)
-        draft = sum(step.draft_seconds for step in steps)
-        rest = sum(step.verify_seconds + step.rollback_seconds for step in steps)
+        if self._processor:
+            draft, rest = self._drafted - self._began, thread_time() - self._drafted
+        else:
+            draft = sum(step.draft_seconds for step in steps)
+            rest = sum(step.verify_seconds + step.rollback_seconds for step in steps)
         for prospect in self.prospects:
             prospect.forget(prospect is self._now)
-        self._idle += 1
         if self._now is None:
             if not any(step.num_drafted for step in steps):  # else something was found elsewhere
-                self.clock.add(("plain",), draft + rest)
-                self._idle, self._wait = 0, min(2 * self._wait, MOST_WAIT) if self._tried else 4
+                self.times.add(("plain",), draft + rest)
             return
         now, looks = self._now, len(self._tenths)
         if not looks:
             return
         drafted = looks - self._ended
-        self.clock.add(("draft", now.exit_layer), draft / (looks + (0 if self._ended else now.extend)))
-        self.clock.add(("verify", now.exit_layer, drafted), rest)
-        now.wait = min(2 * now.wait, MOST_WAIT) if self._tried else 1
+        self.times.add(("draft", now.exit_layer), draft / (looks + (0 if self._ended else now.extend)))
+        self.times.add(("verify", now.exit_layer, drafted), rest)
         for position in range(looks):
             now.asked[position] += 1
             now.went[position] += position < drafted
@@ -209,8 +224,7 @@ class Adaptive(DraftStop):
         copy = deepcopy(self)
         copy._begin_chain()
         copy._now = None
-        for prospect in copy.prospects:
-            prospect.wait = min(prospect.wait, 8)
+        copy._since, copy._wait = 0, min(copy._wait, 8)
         return copy
 
 
@@ -242,4 +256,9 @@ def _new(stages: Stages, exits: Sequence[KnownExit], most: int, sampled: bool) -
         weights |= {("draft", e): draft[e], ("verify", e): costs.verify[e][1]}
         acceptance = known.overlap if sampled else known.agreement
         prospects.append(Prospect(known, acceptance, costs.extend[e] / draft[e], most))
-    return Adaptive(most, prospects, RoundTimes(weights))
+    return Adaptive(most, prospects, RoundTimes(weights), processor=device_of(stages.model).type == "cpu")
+
+
+def forget(model: nn.Module) -> None:
+    """What earlier calls with this model have learnt."""
+    _remembered.pop(model, None)

@@ -45,6 +45,9 @@ class DraftStop:
         """(B,) bool: for which rows the token after these (B, 1, vocab) scores is worth drafting."""
         return confidence(scores) >= (self.threshold or 0.0)
 
+    def drafted(self) -> None:
+        """The draft is done, or there is none."""
+
     def end(self, steps: Sequence[Step]) -> None:
         """The round brought this."""
 

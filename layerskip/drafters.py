@@ -83,13 +83,17 @@ class ExitDrafter(NoDrafter):
         branches: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
         if not shape.widths:
+            self.draft_stop.drafted()
             return draft_nothing(rows)
         if self.draft_stop.exit_layer not in (None, stages.exit_layer):
             stages.use(self.draft_stop.exit_layer)
         confident = self.draft_stop.goes_on if self.draft_stop.asks else None
         if len(rows) == 1 and shape.is_chain and branches is None:
-            return draft_chain(stages, cache, rows, policy, len(shape.widths), confident)
-        return draft_tree(stages, cache, rows, policy, shape, confident, branches)
+            draft = draft_chain(stages, cache, rows, policy, len(shape.widths), confident)
+        else:
+            draft = draft_tree(stages, cache, rows, policy, shape, confident, branches)
+        self.draft_stop.drafted()
+        return draft
 
 
 class LookupDrafter(ExitDrafter):
