@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CLOCKS,
         default=defaults.clock,
         help="processor: count the time that this process had the core, on a machine that others use as well; needs "
-        "--threads 1 and a closed loop",
+        "--threads 1",
     )
     add("--timeout", type=above_zero, default=defaults.timeout, metavar="S", help="seconds (default: %(default)s)")
     add("--slo-ttft", type=above_zero, metavar="MS", help="goodput counts requests whose first token took no longer")

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -66,13 +67,19 @@ class OpenLoop:
     def record(self) -> dict[str, Any]:
         return {"max_concurrency": None, "request_rate": self.rate}
 
+    def plan(self, prompts: Sequence[Prompt], start: float, timeout: float, seed: int) -> list[Request]:
+        """The requests with their moments, the first at `start`."""
+        moments = [start + offset for offset in poisson(self.rate, len(prompts), seed)]
+        return [
+            Request(n, prompt, at, at + timeout) for n, (prompt, at) in enumerate(zip(prompts, moments, strict=True))
+        ]
+
     def feed(self, prompts: Sequence[Prompt], queue: RequestQueue, clock: Clock, timeout: float, seed: int) -> None:
-        start = clock()
-        for number, (prompt, offset) in enumerate(zip(prompts, poisson(self.rate, len(prompts), seed), strict=True)):
-            arrived = start + offset  # as planned: if this thread wakes up late, that is latency too
-            if not queue.sleep(arrived - clock()):
+        for request in self.plan(prompts, clock(), timeout, seed):
+            # It has arrived when it was planned: if this thread wakes up late, that is latency too.
+            if not queue.sleep(request.arrived - clock()):
                 return
-            queue.submit(Request(number, prompt, arrived, arrived + timeout))
+            queue.submit(request)
 
 
 def poisson(rate: float, count: int, seed: int) -> tuple[float, ...]:
@@ -97,3 +104,49 @@ class Arrivals(threading.Thread):
             self.error = error
         finally:
             self._queue.end()
+
+
+class SkippingClock:
+    """A clock that can be put forward over time in which nothing happens.
+
+    Args:
+        read: seconds of what goes on, for instance of processor time.
+    """
+
+    def __init__(self, read: Clock) -> None:
+        self._read, self._skipped = read, 0.0
+
+    def __call__(self) -> float:
+        return self._read() + self._skipped
+
+    def skip_to(self, moment: float) -> None:
+        """Nothing happens until then."""
+        self._skipped += max(0.0, moment - self())
+
+
+class PlannedQueue(RequestQueue):
+    """A queue whose requests come by themselves when the clock has passed their moments, without a thread. Where the
+    worker would wait for the next one, the clock skips to it."""
+
+    def __init__(self, plan: Sequence[Request], clock: SkippingClock) -> None:
+        super().__init__()
+        self._plan, self._clock = deque(plan), clock
+
+    def take(self, most: int) -> list[Request]:
+        self._let_come()
+        return super().take(most)
+
+    def wait(self) -> bool:
+        self._let_come()
+        if self._plan and not self._waiting:
+            self._clock.skip_to(self._plan[0].arrived)
+            self._let_come(1)
+        return super().wait()
+
+    def _let_come(self, least: int = 0) -> None:
+        """Those whose moment has passed, and at least so many."""
+        while self._plan and (least > 0 or self._plan[0].arrived <= self._clock()):
+            self.submit(self._plan.popleft())
+            least -= 1
+        if not self._plan:
+            self.end()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
-from infer.load_arrivals import Arrivals, Level, Prompt
+from infer.load_arrivals import Arrivals, Level, OpenLoop, PlannedQueue, Prompt, SkippingClock
 from infer.load_worker import Clock, Engine, Request, RequestQueue, Worker
 
 
@@ -37,19 +37,23 @@ def run_level(
 ) -> Outcome:
     """Put a request for each prompt to a worker in this thread, as the level has them arrive from another thread.
 
-    Ctrl-C ends it with the answers so far.
+    Ctrl-C ends it with the answers so far. With a clock that skips, an open loop needs no other thread.
     """
-    queue, outcome = RequestQueue(), Outcome()
+    outcome = Outcome()
 
     def keep(request: Request) -> None:
         outcome.answers.append(request)
         on_answer(request)
 
-    worker = Worker(engine, queue, batch_size, keep, clock)
-    arrivals = Arrivals(partial(level.feed, prompts, queue, clock, timeout, seed), queue)
+    if isinstance(level, OpenLoop) and isinstance(clock, SkippingClock):
+        queue: RequestQueue = PlannedQueue(level.plan(prompts, clock(), timeout, seed), clock)
+        arrivals = Arrivals(lambda: None, RequestQueue())  # they come by themselves
+    else:
+        queue = RequestQueue()
+        arrivals = Arrivals(partial(level.feed, prompts, queue, clock, timeout, seed), queue)
     arrivals.start()
     try:
-        worker.run()
+        Worker(engine, queue, batch_size, keep, clock).run()
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:

@@ -97,8 +97,6 @@ class LoadOptions:
             self._check_processor_clock(model)
 
     def _check_processor_clock(self, model: ModelOptions) -> None:
-        if self.rate:
-            raise InputError("--clock processor stands still while nothing arrives, as with --rate: leave one out")
         if model.threads != 1:
             raise InputError("--clock processor would count every thread's time: add --threads 1")
         if model.device not in (None, "cpu"):

@@ -13,7 +13,7 @@ from infer.comparison import encode, name_of
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.families import load_families
-from infer.load_arrivals import ClosedLoop, Level, Prompt
+from infer.load_arrivals import ClosedLoop, Level, Prompt, SkippingClock
 from infer.load_engines import LoopEngine, PlainEngine
 from infer.load_level import Outcome, run_level
 from infer.load_metrics import summarize
@@ -143,7 +143,7 @@ def _measure(
                     batch_size=options.batch_size,
                     timeout=options.timeout,
                     seed=options.seed + repeat,
-                    clock=process_time if options.clock == "processor" else perf_counter,
+                    clock=SkippingClock(process_time) if options.clock == "processor" else perf_counter,
                     on_answer=partial(_tell, advance, label),
                 )
                 outcomes.setdefault((served, level), Outcome()).merge(outcome)

@@ -162,6 +162,16 @@ def test_the_table_the_record_and_the_picture_hold_every_arm_and_level(tiny_chec
     assert str(tiny_checkpoint.parent) not in json.dumps(result)
 
 
+def test_under_the_processors_clock_an_open_loop_waits_for_nothing(tiny_checkpoint, capsys):
+    """At this rate the fifth request would come after hours."""
+    flags = ("--clock", "processor", "--threads", "1", "--rate", "0.0005", "--arms", "loop")
+    shown, result = load(tiny_checkpoint, capsys, *flags)
+    assert [(each["completed"], each["equal_outputs"]) for each in result["load"]] == [(5, 5)]
+    assert result["load"][0]["duration"] > 600
+    assert result["load"][0]["mean_in_flight"] < 0.1
+    assert "processor time" in shown
+
+
 def test_ctrl_c_reports_what_there_is(tiny_checkpoint, capsys, monkeypatch):
     answers, answer = [], Worker._answer
 
@@ -222,7 +232,6 @@ def test_where_drafting_pays_is_said(speeds, said):
         (("--png", "/nowhere/x.png"), "--png /nowhere/x.png: there is no folder /nowhere"),
         (("--json", "/nowhere/x.json"), "--json /nowhere/x.json: there is no folder /nowhere"),
         (("--png", "x.bmp"), "--png x.bmp: name it with one of"),
-        (("--clock", "processor", "--threads", "1", "--rate", "1"), "--clock processor stands still"),
         (("--clock", "processor"), "--clock processor would count every thread's time: add --threads 1"),
         (("--max-new-tokens", "250"), "--prompt-tokens 64 and --max-new-tokens 250 make 314"),
         ((), "carries no tuned exit layer"),

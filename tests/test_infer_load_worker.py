@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from infer.load_arrivals import Arrivals, ClosedLoop, OpenLoop, poisson
+from infer.load_arrivals import Arrivals, ClosedLoop, OpenLoop, SkippingClock, poisson
 from infer.load_level import run_level
 from infer.load_metrics import Objective, percentile, summarize
 from infer.load_worker import Request, RequestQueue, Worker
@@ -231,6 +231,26 @@ def test_an_open_loop_arrives_as_planned_whatever_becomes_of_it():
     arrived = [request.arrived for request in sorted(outcome.answers, key=lambda request: request.number)]
     assert np.allclose(np.array(arrived) - arrived[0], poisson(2000.0, 30, 3))
     assert all(request.started >= request.arrived for request in outcome.answers)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.4, 2.0])
+def test_an_open_loop_under_a_clock_that_skips_is_the_textbooks_queue(rate):
+    """One server, first come, first served: each starts when it has come and the one before is done (Lindley)."""
+    busy = [0.0]
+
+    def engine(batch, worker):
+        busy[0] += size(batch[0])  # seconds
+        worker.emit(batch[0], expected(batch[0]), True)
+
+    prompts = [(1,) * (1 + n * 7 % 4) for n in range(60)]
+    clock = SkippingClock(lambda: busy[0])
+    outcome = run_level(engine, OpenLoop(rate), prompts, batch_size=1, timeout=1e9, seed=5, clock=clock)
+    free = 0.0
+    for request, arrived in zip(outcome.answers, poisson(rate, 60, 5), strict=True):
+        assert request.arrived == pytest.approx(arrived)
+        assert request.started == pytest.approx(max(arrived, free))
+        free = request.started + size(request)
+        assert request.finished == pytest.approx(free)
 
 
 def test_poisson_arrivals_are_a_function_of_the_seed_with_the_rate_and_the_spread_of_a_poisson_process():
