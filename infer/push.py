@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Upload, or list what would be; returns the exit code."""
     from layerskip import hub
+    from layerskip.card import is_own_card
 
     run_dir: Path = arguments.run_dir.expanduser()
     try:
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             hub.check_revision(arguments.revision)
         if arguments.base_model is not None:
             hub.check_repo_id(arguments.base_model)
+        if (arguments.license or arguments.base_model) and is_own_card(run_dir):
+            Terminal().note("README.md is your own and goes as it is: --license and --base-model are not put into it")
         if arguments.dry_run:
             return dry_run(run_dir, arguments)
         address = hub.upload(

@@ -58,16 +58,17 @@ def speed(run: RunRecord) -> str:
     if not modes:
         said = _forecast(run.evaluation)
         return "\n\n".join(filter(None, (said or ("## Speed" if pictures else ""), pictures)))
-    conditions = {name: value for name, value in run.benchmark.get("conditions", {}).items() if value is not None}
+    known = {name: value for name, value in run.benchmark.get("conditions", {}).items() if value is not None}
+    conditions = [f"{name} ({cell(v)})" if isinstance(v, dict) else f"{name} {cell(v)}" for name, v in known.items()]
     parts = ["## Speed", "Measured, all ways of decoding side by side on the same prompts."]
     for mode in modes:
         rows = [_speed_row(arm) for arm in run.benchmark[mode]]
         parts.append(f"{mode.capitalize()}:\n\n" + table(_SPEED_COLUMNS, rows))
-    parts.append("Conditions: " + ", ".join(f"{name} {cell(value)}" for name, value in conditions.items()) + ".")
+    parts.append("Conditions: " + ", ".join(conditions) + ".")
     return "\n\n".join(filter(None, (*parts, pictures)))
 
 
-_SPEED_COLUMNS = ("", "exit layer", "drafts", "tokens/s", "speedup", "tokens a verify step", "equal outputs")
+_SPEED_COLUMNS = ("", "exit layer", "drafts", "tokens/s", "speedup (repeats)", "tokens a verify step", "equal outputs")
 
 
 def _speed_row(arm: dict[str, Any]) -> tuple[str, ...]:
@@ -75,8 +76,13 @@ def _speed_row(arm: dict[str, Any]) -> tuple[str, ...]:
     if arm.get("error"):
         return (f"{arm['arm']} (failed)", *setting, "-", "-", "-", "-")
     equal = f"{arm['equal_outputs']} of {arm['num_outputs']}" if "equal_outputs" in arm else "-"
-    numbers = ("tokens_per_second", "speedup", "mean_acceptance_length")
-    return (arm["arm"], *setting, *(cell(arm.get(key), 2) for key in numbers), equal)
+    rate, speedup, accepted = (
+        cell(arm.get(key), 2) for key in ("tokens_per_second", "speedup", "mean_acceptance_length")
+    )
+    spread = arm.get("speedup_by_repeat") or []
+    if len(spread) > 1 and min(spread) < max(spread):
+        speedup += f" ({cell(min(spread), 2)} to {cell(max(spread), 2)})"
+    return (arm["arm"], *setting, rate, speedup, accepted, equal)
 
 
 def _forecast(evaluation: dict[str, Any]) -> str:
@@ -86,10 +92,12 @@ def _forecast(evaluation: dict[str, Any]) -> str:
         return ""
     known = evaluation.get("forecast_conditions") or {}
     conditions = ", ".join(f"{name} {cell(value)}" for name, value in known.items())
+    interval = forecast.get("interval")
+    spread = f" (9 in 10: {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
     return (
-        "## Speed\n\nNot measured yet. Forecast from acceptance on held-out text and the cost of each stage, "
-        f"for exit layer {setting.get('exit_layer')} and {setting.get('num_draft_tokens')} drafted tokens: "
-        f"{forecast['mean_acceptance_length']:.2f} tokens a verify step, {forecast['speedup']:.2f} times "
+        "## Speed\n\nNot measured yet. Forecast from how the model continues held-out prompts and what each stage "
+        f"costs, for exit layer {setting.get('exit_layer')} and {setting.get('num_draft_tokens')} drafted tokens: "
+        f"{forecast['mean_acceptance_length']:.2f} tokens a verify step, {forecast['speedup']:.2f} times{spread} "
         f"plain decoding in the same loop ({conditions})."
     )
 

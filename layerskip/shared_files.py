@@ -30,7 +30,15 @@ _RECORDS = (
 )
 # In these, text that has paths of its own: only this machine's are replaced.
 _TEXTS = (
-    *("README.md", "report.html", "chat_template*", "metrics.jsonl", "prompts/*.jsonl", "custom_generate/*"),
+    *(
+        "README.md",
+        "report.html",
+        "benchmark.html",
+        "chat_template*",
+        "metrics.jsonl",
+        "prompts/*.jsonl",
+        "custom_generate/*",
+    ),
     *(name for name in PICTURES if name.endswith(".svg")),
 )
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -202,6 +203,15 @@ def test_errors(argv, said, tiny_checkpoint, capsys):
     code, out, err = dry(capsys, *(part.format(model=tiny_checkpoint) for part in argv))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
+
+
+def test_a_card_that_is_ones_own_goes_as_it_is_and_that_is_said(tiny_checkpoint, capsys):
+    (tiny_checkpoint / "README.md").write_text("# Mine\n")
+    code, out, err = dry(capsys, str(tiny_checkpoint), "--repo", "me/it", "--license", "mit")
+    assert code == 0
+    assert re.search(r"README\.md\W+7\W", out)
+    assert err.startswith("README.md is your own")
+    assert dry(capsys, str(tiny_checkpoint), "--repo", "me/it")[2] == ""
 
 
 def test_a_folder_without_weights_is_refused(tiny_checkpoint, capsys):

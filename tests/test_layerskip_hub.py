@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard, constants
@@ -50,7 +52,7 @@ def run_dir(tmp_path) -> Path:
     evaluation = {
         "before": {"test": {"last": {"loss": 3.25}, "exits": untrained}, "validation": split},
         "after": {"test": split, "validation": split},
-        "setting": {**setting, "forecast": {"mean_acceptance_length": 2.5, "speedup": 1.5}},
+        "setting": {**setting, "forecast": {"mean_acceptance_length": 2.5, "speedup": 1.5, "interval": [1.4, 1.625]}},
         "steps": 20,
         "tokens": 123456,
         "forecast_conditions": {"device": "a processor", "threads": 2, "dtype": "bfloat16", "batch_size": 1},
@@ -77,6 +79,7 @@ def benchmark() -> dict:
 
     counts = {"num_outputs": 8, "equal_outputs": 8}
     fast = arm("self-speculative", tokens_per_second=30.25, speedup=1.512, mean_acceptance_length=2.6, **counts)
+    fast["speedup_by_repeat"] = [1.6, 1.4]
     failed = {**arm("assistant_early_exit"), "error": "IndexError: index 2 is out of range"}
     return {
         "conditions": {"cpu": "a fast processor", "threads": 2, "commit": None},
@@ -109,7 +112,7 @@ def test_the_card_tells_the_runs_own_numbers(run_dir):
         "| whole model | 3.25 → 3.5 |",
         "Its loss changed by +7.7%.",
         "| before training | 3.2500 | 25.79 |\n| after training | 3.5000 | 33.12 |",
-        "2.50 tokens a verify step, 1.50 times plain",
+        "2.50 tokens a verify step, 1.50 times (9 in 10: 1.40 to 1.62) plain",
         "a processor",
     ):
         assert said in text
@@ -119,7 +122,7 @@ def test_the_card_tells_the_runs_own_numbers(run_dir):
 def test_a_measured_speed_takes_the_forecasts_place(run_dir):
     write(run_dir, "benchmark", benchmark())
     text = card.model_card(run_dir)
-    assert "| self-speculative | 2 | 5 | 30.25 | 1.51 | 2.6 | 8 of 8 |" in text
+    assert "| self-speculative | 2 | 5 | 30.25 | 1.51 (1.4 to 1.6) | 2.6 | 8 of 8 |" in text
     assert "| assistant_early_exit (failed) |" in text
     assert "cpu a fast processor, threads 2" in text
     assert "Forecast" not in text
@@ -184,6 +187,17 @@ def test_what_is_staged_outlives_what_it_was_staged_from(run_dir):
     assert (run_dir.parent / "staged" / weights.name).read_bytes() == b"\0weights"
 
 
+def test_where_files_cannot_be_linked_they_go_all_the_same(run_dir, loopback: Hub, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no links across file systems")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (run_dir / "model.safetensors").write_bytes(b"weights")
+    hub.upload(run_dir, "someone/quick")
+    assert loopback.files("someone/quick")["model.safetensors"] == b"weights"
+    assert set(loopback.files("someone/quick")) == PUBLISHED
+
+
 def test_scrubbing_cuts_paths_and_leaves_what_only_looks_like_one():
     paths = {"/work/me/run": "run", "/work/me": "~"}
     assert scrub("/work/me/run/x and /work/me/run-2, /work/me", paths) == "run/x and ~/run-2, ~"
@@ -208,6 +222,15 @@ def test_a_secret_stops_the_upload_and_is_not_repeated(run_dir, secret):
 def test_ones_own_token_is_a_secret_whatever_it_looks_like():
     assert find_secret("x letmein y", token="letmein") == "your own token"
     assert find_secret("hf_transfer, sk-learn, commit 3e217a07b9f3de86e609185bb4ae36f4977b4524") is None
+
+
+def test_the_cards_own_snippets_run(tiny_checkpoint, capsys):
+    text = card.model_card(tiny_checkpoint, repo_id=str(tiny_checkpoint))
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(snippet, "README.md", "exec"), names)
+        names.setdefault("plain", names["output"])
+    assert names["output"].tolist() == names["plain"].tolist()
 
 
 def test_results_survive_the_hubs_own_reader(run_dir):
