@@ -52,11 +52,16 @@ class Tally:
             "verify": counts.verify_seconds,
             "rollback": counts.rollback_seconds,
         }
+        if self.first_seconds is not None:  # of a single run
+            prefill = max(0.0, self.first_seconds - counts.first_step_seconds)
+            parts = {"prefill": prefill, **parts}
+            parts["other"] = max(0.0, self.seconds - sum(parts.values()))
         shares = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items())
         text = f"{counts.num_steps} verify steps: {shares}"
         if self.first_seconds is not None:
             text += f"; first tokens after {self.first_seconds:.2f} s"
         if counts.num_drafted:
             rates = " ".join(f"{rate:.2f}" for rate in counts.acceptance_by_position)
-            text += f"; acceptance by position {rates}"
+            histogram = " ".join(map(str, counts.acceptance_histogram))
+            text += f"; steps that accepted 0, 1, ... tokens: {histogram}; acceptance by position {rates}"
         return text
