@@ -141,15 +141,15 @@ def folders(tiny_checkpoint, tmp_path, tokenizer):
 @pytest.mark.parametrize("name", ["same", "fewer"])
 def test_all_arms_side_by_side_greedy_and_sampled(name, folders, capsys, monkeypatch):
     monkeypatch.setattr(families, "compiled", partial(compiled, backend="eager"))
-    arms = ("--arms", "compiled,transformers-lookup,lookup", "--assistant", str(folders[name]), "--sampled")
+    arms = ("--arms", "compiled,transformers-lookup,lookup,auto", "--assistant", str(folders[name]), "--sampled")
     flags = ("--repeats", "1", "--max-new-tokens", "10", "--num-prompts", "2", "--num-draft-tokens", "3")
     assert main(["benchmark", str(folders["model"]), *arms, *flags]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
-    labels = ["plain", "compiled", "prompt_lookup_num_tokens", "lookup only", "assistant_model"]
+    labels = ["plain", "compiled", "prompt_lookup_num_tokens", "lookup only", "auto", "assistant_model"]
     for mode in ("greedy", "sampled"):
         assert [record["arm"] for record in result[mode]] == labels
-        assert [record["error"] for record in result[mode]] == [None] * 5
+        assert [record["error"] for record in result[mode]] == [None] * 6
     assert all(record["equal_outputs"] == 2 for record in result["greedy"])
     assert result["greedy"][-1]["num_draft_tokens"] == 3
     assert result["greedy"][1]["warm_up_seconds"] > 0

@@ -76,6 +76,9 @@ def test_output_cut_short_is_told_and_fails(tiny_checkpoint, capsys):
     code, out, err = run(capsys, str(tiny_checkpoint), "def", *flags, "20")  # complete, though without its end
     assert (code, out) == (0, "a" * 20 + "\n")
     assert "complete" not in err
+    code, out, err = run(capsys, str(tiny_checkpoint), "def", *flags, "50", "--stop", "aaa")
+    assert (code, out) == (1, "aaa\n")
+    assert "ended before it was complete: --stop ended it, leave that out" in err
 
 
 def test_a_model_that_ends_otherwise_than_its_tokenizer(tiny_checkpoint, capsys):
