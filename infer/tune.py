@@ -20,9 +20,11 @@ from infer.options import (
 )
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
+from infer.speculation import tree
 from infer.terminal import Terminal
 
 _PICTURES = (".png", ".svg", ".pdf")
+TREES = ("s2_k2_d3", "s3_k2_d5", "s4_k2_d6", (2, 1), (2, 1, 1))  # those not deeper than chains may be long
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class TuneOptions:
 
     exit_layers: tuple[int, ...] | None = None  # None: those that were trained, else the first third
     max_draft_tokens: int = 8  # drafts of 1 to so many tokens
-    num_prompts: int = 6  # prompts to choose with; half as many others confirm the choice
+    trees: tuple[str | tuple[int, ...], ...] = TREES  # candidate trees beside the chains; empty: none
+    num_prompts: int = 12  # prompts to choose with; a quarter as many others confirm the choice
     prompt_tokens: int = 64  # longer prompts are cut
     max_new_tokens: int = 64  # tokens that each prompt is continued with
     temperature: float = 0.0  # of the decoding that is tuned for; 0 is greedy
@@ -74,11 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="most tokens drafted a step (default: %(default)s)",
     )
+    add(
+        "--tree",
+        dest="trees",
+        type=_tree,
+        action="append",
+        metavar="SHAPE",
+        help="candidate trees to choose from beside chains, s3_k2_d6 or 3,2,1; may be given again; none: chains only "
+        f"(default: {' '.join(shape if isinstance(shape, str) else ','.join(map(str, shape)) for shape in TREES)})",
+    )
     add("--temperature", type=not_negative, default=defaults.temperature, metavar="T", help="0 is greedy (default)")
     add("--top-p", type=share, metavar="P", help="tune for sampling from the most probable tokens that make up P")
     add("--seed", type=seed, metavar="N", help="of the sampling (default: 0)")
     counts = {
-        "--num-prompts": (defaults.num_prompts, "prompts to choose with; half as many others confirm the choice"),
+        "--num-prompts": (defaults.num_prompts, "prompts to choose with; a quarter as many others confirm the choice"),
         "--prompt-tokens": (defaults.prompt_tokens, "longer prompts are cut"),
         "--max-new-tokens": (defaults.max_new_tokens, "tokens that each prompt is continued with"),
     }
@@ -86,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--write", action="store_true", help="put the choice into MODEL: generate, chat and others then decode with it")
     add("--png", type=Path, metavar="FILE", help="draw the forecasts as a heat map")
+
+
+def _tree(text: str) -> str | tuple[int, ...] | None:
+    """A shape; None for "none"."""
+    return None if text == "none" else tree(text)
 
 
 def read_options(arguments: argparse.Namespace) -> TuneOptions:
@@ -96,7 +113,10 @@ def read_options(arguments: argparse.Namespace) -> TuneOptions:
     """
     given = {name: getattr(arguments, name) for name in TuneOptions.__dataclass_fields__}
     exits = arguments.exit_layers
-    options = TuneOptions(**given | {"exit_layers": tuple(exits) if exits else None})
+    trees = TREES if arguments.trees is None else tuple(dict.fromkeys(shape for shape in arguments.trees if shape))
+    if arguments.trees is not None and None in arguments.trees and trees:
+        raise InputError("--tree none leaves trees out, and another --tree names one: give one of them")
+    options = TuneOptions(**given | {"exit_layers": tuple(exits) if exits else None, "trees": trees})
     options.decoding()  # contradictions of the sampling
     if options.png is not None:
         if options.png.suffix.lower() not in _PICTURES:

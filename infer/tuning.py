@@ -2,54 +2,33 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from infer import tune_report
 from infer.arms import plain, plain_loop, self_speculative
-from infer.batches import answers
 from infer.benchmark import BenchmarkOptions
 from infer.benchmark_output import name_of
 from infer.comparison import encode, measure_arms
 from infer.conditions import conditions
-from infer.errors import InputError
 from infer.loading import Loaded, load
 from infer.measurement import Protocol
 from infer.options import ModelOptions
 from infer.prompts import Prompts
-from infer.terminal import Advance, Terminal
+from infer.terminal import Terminal
 from infer.tune import TuneOptions
-from infer.tune_choice import OFF, decide, how_to_use, write_setting
-from layerskip.anatomy import UnsupportedModelError, num_layers
-from layerskip.costs import Costs, measure_bookkeeping, measure_costs, paper_costs
-from layerskip.forecast import ExitMeasurement, Forecast, best_setting, measure_exits
-from layerskip.objective import IGNORE_INDEX
-from layerskip.recipe import Recipe
-from layerskip.settings import Setting, carried
-from layerskip.stages import Stages
-from layerskip.vocabulary import draft_vocabulary_of
+from infer.tune_choice import decide, dtype_hint, how_to_use, write_setting
+from infer.tune_evidence import Evidence, look
+from infer.tune_evidence import candidates as candidates
+from layerskip.forecast import Forecast
+from layerskip.settings import Setting
 
 HOPELESS = 0.9  # a forecast below this is not measured
 _NEAR = 0.95  # of the best forecast: the next one is measured too
-_MOST_EXITS = 8  # more trained exits than this: only those in the first third are asked
-_REPEATS = 4  # of each timing
-_MOST_TIMED = 3  # exits, where none were asked for: those that are best on paper
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What the forecasts are made of."""
-
-    measured: dict[int, ExitMeasurement]
-    costs: Costs
-    forecasts: list[Forecast]
-    has_vocabulary: bool
 
 
 def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Path | None, terminal: Terminal) -> int:
@@ -64,12 +43,9 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
     )
     validation, test = (encode(loaded, texts, lengths) for texts in (prompts.validation, prompts.test))
     evidence = look(loaded, options, validation, terminal)
-    test = test[: math.ceil(options.num_prompts / 2)]  # decoding them takes longer than all the rest
-    records = confirm(loaded, options, evidence.forecasts, test, terminal)
+    test = test[: math.ceil(options.num_prompts / 4)]  # decoding them takes longer than all the rest
+    records = confirm(loaded, options, evidence, test, terminal)
     setting, reason = decide(evidence.forecasts, records)
-    written = None
-    if options.write and folder is not None:
-        written = write_setting(folder, loaded, setting)
     counts = {"num_prompts": len(validation), "num_confirmed": len(test) if records else 0}
     found = conditions(loaded.model) | {"prompts": prompts.source, **_scope(options), **counts}
     result = tune_report.record(name_of(loaded), found, evidence, records, setting, reason)
@@ -77,7 +53,13 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
     if options.png is not None:
         tune_report.draw(result, options.png)
         terminal.note(f"drew {options.png}")
-    terminal.note(how_to_use(model, options, setting) if written is None else f"wrote {written}")
+    if options.write and folder is not None:
+        written = write_setting(folder, loaded, setting, found, promise(evidence, records, setting))
+        terminal.note(f"wrote {', '.join(map(str, written))}")
+        if hint := dtype_hint(folder, model):
+            terminal.note(hint)
+    else:
+        terminal.note(how_to_use(model, options, setting))
     print(json.dumps(result, allow_nan=False))
     return 0
 
@@ -87,115 +69,46 @@ def _scope(options: TuneOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def candidates(config: PreTrainedConfig, num_layers: int) -> list[int]:
-    """Exit layers to choose from: those the checkpoint's recipe trained; where it has none, or they are many, those in
-    the first third of the layers, where drafts are cheap."""
-    recipe = carried(config).get("recipe")
-    third = list(range(1, max(1, num_layers // 3) + 1))
-    try:
-        known = {name: value for name, value in (recipe or {}).items() if name in Recipe.__dataclass_fields__}
-        trained = Recipe(**known).trained_exits(num_layers) if recipe else ()
-    except (TypeError, ValueError):  # of another version
-        trained = ()
-    trained = tuple(exit_layer for exit_layer in trained if exit_layer < num_layers)
-    few = trained if len(trained) <= _MOST_EXITS else tuple(e for e in trained if e in third)
-    return list(few) or third
-
-
-def look(loaded: Loaded, options: TuneOptions, prompts: Sequence[Tensor], terminal: Terminal) -> Evidence:
-    """Continue the prompts, measure all exits on that, time the stages.
-
-    Raises:
-        InputError: if the model cannot be cut, or ends its texts at once.
-    """
-    layers = num_layers(loaded.model)
-    exits = list(options.exit_layers or candidates(loaded.model.config, layers))
-    vocabulary = draft_vocabulary_of(loaded.model)
-    sampled = options.temperature > 0
-    num_timed = len(exits) if options.exit_layers else min(len(exits), _MOST_TIMED)
-    with terminal.progress(1 + len(prompts) + num_timed + 1) as advance:
-        texts = continuations(loaded, options, prompts)
-        advance("continued the prompts")
-        try:
-            measured = measure_exits(
-                loaded.model,
-                _told(texts, advance),
-                exits,
-                temperature=options.temperature if sampled else 1.0,
-                top_p=options.top_p or 1.0,
-                draft_vocabulary=vocabulary,
-            )
-            on_paper = best_setting(
-                measured, paper_costs(loaded.model, exits, vocabulary), options.max_draft_tokens, sampled
-            )
-            timed = list(dict.fromkeys(forecast.exit_layer for forecast in on_paper))[:num_timed]
-            costs = time_costs(loaded, options, timed, texts, vocabulary, advance)
-        except UnsupportedModelError as error:
-            raise InputError(str(error)) from None
-    forecasts = best_setting(measured, costs, options.max_draft_tokens, sampled)
-    if not forecasts:
-        raise InputError(f"{loaded.name} ends its texts at once: give other --prompts, like those it will see")
-    return Evidence(measured, costs, forecasts, vocabulary is not None)
-
-
-def continuations(loaded: Loaded, options: TuneOptions, prompts: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """Each prompt with what the model itself says next, decoded plainly, all together where the model can: inputs of
-    `measure_exits`, (1, length) each, of which the continuations count."""
-    rows = [prompt[0].tolist() for prompt in prompts]
-    try:
-        Stages(loaded.model, None).check_blocks(branching=False)
-        batch_size = len(rows)
-    except UnsupportedModelError:
-        batch_size = 1
-    texts = []
-    for row, answer in zip(rows, answers(loaded, rows, OFF, options.decoding(), batch_size), strict=True):
-        ids = torch.tensor([row + answer.tokens], device=loaded.model.device)  # (1, length)
-        labels = ids.clone()
-        labels[:, : len(row)] = IGNORE_INDEX
-        texts.append({"input_ids": ids, "labels": labels})
-    return texts
-
-
-def _told(texts: Sequence[dict[str, Tensor]], advance: Advance) -> Iterator[dict[str, Tensor]]:
-    for inputs in texts:
-        advance("comparing the exits")
-        yield inputs
-
-
-def time_costs(
-    loaded: Loaded,
-    options: TuneOptions,
-    exits: Sequence[int],
-    texts: Sequence[dict[str, Tensor]],
-    vocabulary: Tensor | None,
-    advance: Advance,
-) -> Costs:
-    """The stages at the length of these texts, and the loop around them."""
-    context = sum(inputs["input_ids"].shape[1] for inputs in texts) // len(texts)
-    if loaded.max_positions is not None:
-        context = min(context, loaded.max_positions - options.max_draft_tokens - 1)
-    costs = measure_costs(
-        loaded.model,
-        exits,
-        options.max_draft_tokens,
-        max(1, context),
-        _REPEATS,
-        vocabulary,
-        lambda exit_layer: advance(f"timed exit {exit_layer}"),
-    )
-    arguments = options.decoding().generate_arguments()
-    bookkeeping = measure_bookkeeping(loaded.model, options.max_draft_tokens, _REPEATS, **arguments)
-    advance("timed the loop")
-    return replace(costs, bookkeeping=bookkeeping)
-
-
 def setting_of(forecast: Forecast) -> Setting:
     """The setting that a forecast is about."""
-    return Setting(forecast.exit_layer, forecast.num_draft_tokens, draft_vocabulary=forecast.draft_vocabulary)
+    return Setting(
+        forecast.exit_layer,
+        forecast.num_draft_tokens,
+        tree=forecast.tree,
+        draft_vocabulary=forecast.draft_vocabulary,
+    )
+
+
+def promise(evidence: Evidence, records: Sequence[dict[str, Any]], setting: Setting) -> dict[str, Any] | None:
+    """What was forecast and measured of the setting that was chosen, to be kept with it; None where it is off."""
+    chosen = next((forecast for forecast in evidence.forecasts if setting_of(forecast) == setting), None)
+    if chosen is None:
+        return None
+    names = ("mean_acceptance_length", "speedup")
+    known = ("exit_layer", "num_draft_tokens", "tree", "draft_vocabulary")
+    measured = next((r for r in records[2:] if all(r.get(name) == getattr(chosen, name) for name in known)), {})
+    forecast = {name: round(getattr(chosen, name), 4) for name in names} | {"interval": _interval(chosen)}
+    return {"forecast": forecast, "measured": {name: measured.get(name) for name in names}}
+
+
+def _interval(forecast: Forecast) -> list[float] | None:
+    return None if forecast.interval is None else [round(end, 4) for end in forecast.interval]
+
+
+def rivals(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """What is worth measuring: the best, and the best of another exit, head or kind (chain, tree) where it is near.
+    Two lengths of one exit are told apart by the forecast better than by a few prompts."""
+    first = forecasts[0]
+
+    def kind(forecast: Forecast) -> tuple[int, bool, bool]:
+        return forecast.exit_layer, forecast.draft_vocabulary, forecast.tree is None
+
+    others = (each for each in forecasts if kind(each) != kind(first) and each.speedup >= _NEAR * first.speedup)
+    return [first, *islice(others, 1)]
 
 
 def confirm(
-    loaded: Loaded, options: TuneOptions, forecasts: Sequence[Forecast], prompts: Sequence[Tensor], terminal: Terminal
+    loaded: Loaded, options: TuneOptions, evidence: Evidence, prompts: Sequence[Tensor], terminal: Terminal
 ) -> list[dict[str, Any]]:
     """Decode held-out prompts plainly and with the best settings, interleaved.
 
@@ -203,13 +116,39 @@ def confirm(
         A record each, plain decoding first, this kit's loop without drafts second; none where the forecast leaves no
         hope.
     """
-    best = [forecast for forecast in forecasts[:2] if forecast.speedup >= _NEAR * forecasts[0].speedup]
+    best = rivals(evidence.forecasts)
     if best[0].speedup < HOPELESS:
         return []
     arms = [plain(), plain_loop(), *(self_speculative(setting_of(forecast)) for forecast in best)]
     protocol = Protocol(prompts, options.decoding().generate_arguments(), seed=options.seed or 0)
     records = measure_arms(loaded, arms, protocol, terminal)
     for record, forecast in zip(records[2:], best, strict=True):
-        record["draft_vocabulary"] = forecast.draft_vocabulary
+        record["draft_vocabulary"], record["tree"] = forecast.draft_vocabulary, forecast.tree
         record["forecast_speedup"] = round(forecast.speedup, 4)
+        record["forecast_interval"] = _interval(forecast)
+        record["ideal"] = of_the_ideal(evidence, forecast, record, records[0])
     return records
+
+
+def of_the_ideal(
+    evidence: Evidence, forecast: Forecast, record: dict[str, Any], baseline: dict[str, Any]
+) -> dict[str, float] | None:
+    """What was reached of the speed-up that layers and head alone would give at the acceptance that was measured, and
+    where the rest of the time went, as shares of it. Prompts are left out on both sides.
+
+    Returns:
+        measured, ideal, share = measured / ideal, and rollback (rule, stops, cache), between (rounds, in Python) and
+        passes (drafting and verifying beyond the timed layers: choosing tokens, masks), which add up to 1 - share.
+    """
+    parts, speed = record.get("seconds_by_part"), record.get("decode_tokens_per_second")
+    baseline_speed, length = baseline.get("decode_tokens_per_second"), record.get("mean_acceptance_length")
+    if not parts or not speed or not baseline_speed or not length:
+        return None
+    costs, draft = evidence.costs, forecast.tree or forecast.num_draft_tokens
+    cut = evidence.has_vocabulary and forecast.draft_vocabulary
+    ideal = length * costs.plain / costs.layers(forecast.exit_layer, draft, cut)
+    measured, spent = speed / baseline_speed, sum(parts.values()) - parts.get("prefill", 0.0)
+    lost = {"rollback": parts.get("rollback", 0.0) / spent, "between": parts.get("other", 0.0) / spent}
+    share = measured / ideal
+    values = {"measured": measured, "ideal": ideal, "share": share, **lost, "passes": 1 - share - sum(lost.values())}
+    return {name: round(value, 4) for name, value in values.items()}

@@ -71,6 +71,8 @@ def measure_costs(
             clocks.append(clock)
             if advance is not None:
                 advance(exit_layer)
+        if not clocks:
+            plain.add("step", whole.verify, token, None, cache)
     finally:
         inner.train(training)
     return _costs(plain, clocks)

@@ -13,7 +13,8 @@ from infer.options import ModelOptions
 from infer.tune import TuneOptions
 from infer.tune_choice import OFF, decide, how_to_use
 from infer.tune_report import rows
-from infer.tuning import candidates
+from infer.tuning import candidates, rivals, setting_of
+from layerskip.card import write_model_card
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, tuned_setting
 from layerskip.vocabulary import store_draft_vocabulary
@@ -23,11 +24,19 @@ SHORT = ("--num-prompts", "2", "--max-new-tokens", "12", "--max-draft-tokens", "
 
 
 def tune(folder, capsys, *flags: str) -> tuple[str, dict, str]:
-    """What is printed before the last line, the last line, and what is said on standard error."""
-    assert main(["tune", str(folder), *SHORT, *flags]) == 0
+    """What is printed before the last line, the last line, and what is said on standard error. Chains only, unless a
+    tree is asked for."""
+    trees = () if "--tree" in flags else ("--tree", "none")
+    assert main(["tune", str(folder), *SHORT, *trees, *flags]) == 0
     out, err = capsys.readouterr()
     shown, _, last = out.rstrip("\n").rpartition("\n")
     return shown, json.loads(last), err
+
+
+@pytest.fixture(autouse=True)
+def timed_once(monkeypatch):
+    """What is timed here is only shown and added up."""
+    monkeypatch.setattr("infer.tune_evidence._REPEATS", 1)
 
 
 @pytest.fixture
@@ -46,8 +55,8 @@ def agreeing(tiny_checkpoint):
 def confirmed(speedup: float, loop: float = 0.9):
     """In place of the measurement: plain decoding, the loop, and the best setting at this speed."""
 
-    def confirm(loaded, options, forecasts, prompts, terminal):
-        best = forecasts[0]
+    def confirm(loaded, options, evidence, prompts, terminal):
+        best = evidence.forecasts[0]
         setting = {"exit_layer": best.exit_layer, "num_draft_tokens": best.num_draft_tokens, "drafts": "3"}
         own = {"arm": "self-speculative", **setting, "draft_vocabulary": best.draft_vocabulary}
         names = {"arm": "plain", "exit_layer": None, "num_draft_tokens": None, "drafts": None}
@@ -65,7 +74,7 @@ def check_speedups(result: dict) -> None:
     """The forecasts are what follows from the times and the acceptance in the record."""
     times = result["milliseconds"]
     loop = times["bookkeeping"]
-    for forecast in result["forecasts"]:
+    for forecast in (forecast for forecast in result["forecasts"] if forecast["tree"] is None):
         exit_layer, n = str(forecast["exit_layer"]), forecast["num_draft_tokens"]
         draft = times["cut_draft" if forecast["head"] == "cut" else "draft"][exit_layer] + loop["draft"]
         verify = times["verify"][exit_layer][str(n + 1)]  # 2, 3 and 4 positions are all timed
@@ -98,11 +107,16 @@ def test_an_exit_that_always_agrees_is_forecast_to_be_accepted_whole(agreeing, c
 
 def test_the_best_forecasts_are_measured_beside_plain_decoding(agreeing, capsys, monkeypatch):
     monkeypatch.setattr(tuning, "HOPELESS", 0.0)
-    monkeypatch.setattr(tuning, "_NEAR", 0.0)  # the second one as well
-    shown, result, _ = tune(agreeing, capsys, "--num-prompts", "3")
+    monkeypatch.setattr(tuning, "_NEAR", 0.0)  # the best of the other exit as well
+    shown, result, _ = tune(agreeing, capsys, "--num-prompts", "5", "--exit-layers", "1,2")
     arms = [record["arm"] for record in result["confirmation"]]
     assert arms == ["plain", "plain loop", "self-speculative", "self-speculative"]
-    for record, forecast in zip(result["confirmation"][2:], result["forecasts"][:2], strict=True):
+    bests = [next(f for f in result["forecasts"] if f["exit_layer"] == e) for e in (1, 2)]
+    bests.sort(key=lambda forecast: -forecast["speedup"])
+    for record, forecast in zip(result["confirmation"][2:], bests, strict=True):
+        ideal = record["ideal"]
+        assert ideal["share"] == pytest.approx(ideal["measured"] / ideal["ideal"], rel=1e-2)
+        assert ideal["share"] + ideal["rollback"] + ideal["between"] + ideal["passes"] == pytest.approx(1, abs=1e-3)
         for name in ("exit_layer", "num_draft_tokens"):
             assert record[name] == forecast[name]
         assert record["forecast_speedup"] == forecast["speedup"]
@@ -132,7 +146,9 @@ def test_off_is_stored_and_decoded_plainly(tiny_checkpoint, capsys, monkeypatch,
     assert result["off"]
     assert str(path) in err
     kept.pop("_from_model_config", None)
-    assert json.loads(path.read_text()) == {**kept, "layerskip": {"exit_layer": None, "num_draft_tokens": 0}}
+    stored = json.loads(path.read_text())
+    assert stored["layerskip"].pop("tuned_for")["dtype"] == "float32"
+    assert stored == {**kept, "layerskip": {"exit_layer": None, "num_draft_tokens": 0}}
     assert not list(tiny_checkpoint.glob("*.partial"))
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     assert tuned_setting(model) == OFF
@@ -161,6 +177,62 @@ def test_a_checkpoint_without_a_generation_config_gets_a_whole_one(tiny_checkpoi
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     assert tuned_setting(model) is not None
     assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
+
+
+def test_the_runs_record_and_card_follow_the_choice(agreeing, capsys, monkeypatch):
+    """Those that are there: nothing else in them changes, and a card that somebody has made their own stays."""
+    monkeypatch.setattr(tuning, "confirm", confirmed(1.5))
+    old = {"exit_layer": 3, "num_draft_tokens": 1, "forecast": {"mean_acceptance_length": 1.25, "speedup": 1.125}}
+    path, card = agreeing / "evaluation.json", agreeing / "README.md"
+    path.write_text(json.dumps({"steps": 3, "setting": old, "forecast_conditions": {"dtype": "bfloat16"}}))
+    write_model_card(agreeing)
+    before = card.read_text()
+    _, result, err = tune(agreeing, capsys, "--exit-layers", "1", "--write")
+    record, best = json.loads(path.read_text()), result["forecasts"][0]
+    assert record["steps"] == 3
+    assert record["setting"]["exit_layer"] == 1
+    assert record["setting"]["num_draft_tokens"] == best["num_draft_tokens"]
+    for name in ("speedup", "mean_acceptance_length"):
+        assert record["setting"]["forecast"][name] == pytest.approx(best[name], abs=1e-4)
+    assert record["setting"]["measured"]["speedup"] == 1.5
+    assert record["forecast_conditions"]["dtype"] == "float32"
+    assert card.read_text() != before
+    assert all(str(each) in err for each in (path, card))
+    card.write_text("mine")
+    tune(agreeing, capsys, "--exit-layers", "3", "--write")
+    assert card.read_text() == "mine"
+    assert json.loads(path.read_text())["setting"]["exit_layer"] == 3
+    assert list(agreeing.glob("*.partial")) == []
+
+
+def test_a_choice_in_another_dtype_than_the_checkpoints_is_told(agreeing, capsys, monkeypatch):
+    monkeypatch.setattr(tuning, "confirm", confirmed(1.5))
+    _, result, err = tune(agreeing, capsys, "--exit-layers", "1", "--write", "--dtype", "bfloat16")
+    assert result["conditions"]["dtype"] == "bfloat16"
+    assert "the choice holds for bfloat16, but without --dtype the checkpoint is decoded in float32" in err
+    _, _, err = tune(agreeing, capsys, "--exit-layers", "1", "--write", "--dtype", "float32")
+    assert "the choice holds" not in err
+
+
+def test_trees_are_forecast_beside_chains(agreeing, capsys, monkeypatch):
+    """An exit that says what the model says has no use for them; the one that wins is what is written and decoded."""
+    monkeypatch.setattr(tuning, "confirm", confirmed(1.5))
+    flags = ("--exit-layers", "1", "--tree", "2,1", "--tree", "s3_k2_d6", "--tree", "2,1,1,1")
+    shown, result, _ = tune(agreeing, capsys, *flags)
+    found = {str(f["tree"]): f for f in result["forecasts"]}
+    assert set(found) == {"None", "[2, 1]", "s3_k2_d6"}  # the third one is deeper than chains may be
+    assert found["[2, 1]"]["mean_acceptance_length"] == 3
+    assert found["s3_k2_d6"]["mean_acceptance_length"] == 4
+    assert all(f["interval"][0] <= f["speedup"] <= f["interval"][1] for f in result["forecasts"])
+    check_speedups(result)
+    assert "2,1" in shown
+    tree = Forecast(1, 2, 3.0, 9.0, tree=(2, 1))
+    assert setting_of(tree) == Setting(1, 2, tree=(2, 1))
+    chain, other, far = Forecast(1, 2, 3.0, 8.9), Forecast(2, 3, 3.0, 8.6), Forecast(2, 3, 3.0, 1.0)
+    assert rivals([tree, Forecast(1, 4, 3.0, 8.95, tree="s4_k2_d6"), chain, other]) == [tree, chain]
+    assert rivals([tree, far]) == [tree]
+    with_tree = arm(1.3) | {"tree": (2, 1)}
+    assert decide([tree], [arm(1.0), arm(0.9), with_tree])[0] == Setting(2, 4, tree=(2, 1), draft_vocabulary=False)
 
 
 def test_with_a_draft_vocabulary_both_heads_are_forecast(agreeing, tokenizer, capsys):
@@ -236,6 +308,8 @@ def test_the_line_to_run_names_the_choice_and_what_it_was_made_for():
     plain, greedy = ModelOptions("M"), TuneOptions()
     assert how_to_use(plain, greedy, OFF).endswith("generate M --exit-layer none PROMPT")
     assert how_to_use(plain, greedy, Setting(2, 4)).endswith("generate M --exit-layer 2 --num-draft-tokens 4 PROMPT")
+    tree = Setting(2, 3, tree=(2, 1, 1))
+    assert how_to_use(plain, greedy, tree).endswith("generate M --exit-layer 2 --tree 2,1,1 PROMPT")
     whole = Setting(2, 4, draft_vocabulary=False)
     said = how_to_use(ModelOptions("M", "bfloat16", "cpu", 2), TuneOptions(temperature=0.8, top_p=0.9), whole)
     assert said.endswith(
@@ -246,20 +320,21 @@ def test_the_line_to_run_names_the_choice_and_what_it_was_made_for():
 
 def test_the_table_shows_the_best_and_every_exits_best():
     forecasts = [
-        {"exit_layer": e, "num_draft_tokens": n, "head": "whole", "mean_acceptance_length": 2.0, "speedup": 9.0 - e}
+        {"exit_layer": e, "num_draft_tokens": n, "tree": None, "head": "whole", "mean_acceptance_length": 2.0}
+        | {"speedup": 9.0 - e, "interval": [8.5 - e, 9.25 - e]}
         for e in (1, 2, 3)
         for n in range(1, 9)
     ]
     exits = [{"exit_layer": e, "head": "whole", "agreement": 0.5, "overlap": 0.25} for e in (1, 2, 3)]
     shown = rows({"forecasts": forecasts, "exits": exits})
     assert [row[:3] for row in shown[7:]] == [["8", "1", "8"], ["9", "2", "1"], ["17", "3", "1"]]
-    assert shown[0] == ["1", "1", "1", "whole", "0.50", "0.25", "2.00", "8.00x"]
+    assert shown[0] == ["1", "1", "1", "whole", "0.50", "0.25", "2.00", "8.00x", "7.50-8.25"]
 
 
 def test_the_heat_map_is_a_picture(tiny_checkpoint, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "map.png"
-    _, _, err = tune(tiny_checkpoint, capsys, "--exit-layers", "1,2", "--png", str(path))
+    _, _, err = tune(tiny_checkpoint, capsys, "--exit-layers", "1,2", "--tree", "2,1", "--png", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     assert str(path) in err
 
@@ -272,6 +347,7 @@ def test_the_heat_map_is_a_picture(tiny_checkpoint, tmp_path, capsys):
         (["--png", "{tmp}/nowhere/map.png"], "there is no folder {tmp}/nowhere"),
         (["--prompts", "{tmp}/no.jsonl"], "cannot read prompts from {tmp}/no.jsonl"),
         (["--exit-layers", "2,9"], "exit_layer=9 is out of range"),
+        (["--tree", "none", "--tree", "2,1"], "--tree none leaves trees out, and another --tree names one"),
     ],
 )
 def test_errors_come_before_the_weights_are_read(argv, said, tiny_checkpoint, tmp_path, capsys, monkeypatch):

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import layerskip
-from layerskip.acceptance import accept_sampled
+from layerskip.acceptance import accept_sampled, walk_sampled
+from layerskip.agreement import sibling_chances
+from layerskip.cost_model import TreeCosts
 from layerskip.costs import Bookkeeping, measure_bookkeeping, paper_costs
 from layerskip.forecast import Costs, ExitMeasurement, best_setting, cycle, measure_costs, measure_exits
-from layerskip.walk import mean_acceptance_length
+from layerskip.tree import parse_shape
+from layerskip.walk import dynamic_ends, mean_acceptance_length
 from tests import tiny
 
 
@@ -335,3 +338,162 @@ def test_costs_know_the_cut_head():
     assert told == [1, 2]
     assert set(costs.cut_draft) == {1, 2}
     assert min(costs.cut_draft.values()) > 0
+
+
+TREES = [(2,), (2, 1, 1), (1, 3), "s2_k2_d3", "s3_k2_d5"]
+
+
+@pytest.fixture(scope="module")
+def continued():
+    """Three prompts that a tiny model continued greedily, (1, 86) each: what it says, and what its second exit does."""
+    model = tiny.llama(seed=1)
+    torch.manual_seed(3)
+    arguments = {"exit_layer": None, "do_sample": False, "max_new_tokens": 80, "eos_token_id": None}
+    texts = [layerskip.generate(model, torch.randint(3, 64, (1, 6)), **arguments) for _ in range(3)]
+    return model, texts, measure_exits(model, texts, [2], start=6, branches=3)[2]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_are_accepted_as_forecast(continued, tree):
+    """Static ones to the token but for the ends of texts; of dynamic ones, what they say off the text is a guess."""
+    model, texts, measured = continued
+    steps = tokens = 0
+    for text in texts:
+        arguments = {"do_sample": False, "max_new_tokens": 80, "eos_token_id": None, "return_dict_in_generate": True}
+        output = layerskip.generate(model, text[:, :6], exit_layer=2, num_draft_tokens=1, tree=tree, **arguments)
+        assert torch.equal(output.sequences, text)
+        steps, tokens = steps + output.statistics.num_steps, tokens + output.statistics.num_tokens
+    limit = 0.03 if isinstance(tree, tuple) else 0.12
+    assert measured.mean_acceptance_length(tree) == pytest.approx(tokens / steps, rel=limit)
+    assert measured.mean_acceptance_length(tree) > measured.mean_acceptance_length(len(parse_shape(tree).widths))
+
+
+def test_a_tree_of_one_branch_is_a_chain(continued):
+    measured = continued[2]
+    assert measured.mean_acceptance_length((1, 1, 1)) == measured.mean_acceptance_length(3)
+    assert measured.mean_acceptance_length("s3_k1_d3") == measured.mean_acceptance_length(3)
+    # With room for every node that grew, none is left out at the end.
+    assert measured.mean_acceptance_length("s1_k3_d3") == measured.mean_acceptance_length((3,))
+    with pytest.raises(ValueError, match="more branches than the 3 that were measured"):
+        measured.mean_acceptance_length((4, 1))
+
+
+def test_dynamic_trees_keep_what_the_draft_believes():
+    """By hand: two branches a node, two nodes a level, three of the four verified."""
+    log = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.5, 0.5]]).log()
+    shape = parse_shape("s2_k2_d3")
+    # Level 1: .6, .4. Level 2 keeps .54 and .36 (each the first child). Of all four the best are .6, .54, .4.
+    for ranks, accepted in (((0, 0), 2), ((0, 1), 1), ((1, 0), 1), ((1, 1), 1), ((2, 0), 0)):
+        ends = dynamic_ends(log, torch.tensor([*ranks, 0]), shape)
+        assert ends.tolist() == [[float(j == accepted) for j in range(3)]]
+    whole = dynamic_ends(log, torch.tensor([1, 0, 0]), parse_shape("s2_k2_d4"))
+    assert whole.argmax().item() == 2  # with room for all four the less likely branch goes on too
+
+
+def test_siblings_are_accepted_as_recursive_rejection_does():
+    """Against the rule itself, over many draws; a draft vocabulary leaves out of p what q cannot say."""
+    torch.manual_seed(0)
+    number, k = 40_000, 3
+    p, q = (torch.randn(6).mul(1.5).softmax(-1) for _ in range(2))
+    q[5] = 0
+    q /= q.sum()
+    for width in range(1, k + 1):
+        draws = (q.expand(number, 6) / torch.empty(number, 6).exponential_()).topk(width, dim=-1).indices
+        parents, valid = torch.zeros(number, width, dtype=torch.long), torch.ones(number, width, dtype=torch.bool)
+        targets = p.expand(number, width + 1, 6)
+        walk, _ = walk_sampled(draws, parents, valid, q.expand(number, 1, 6), targets, torch.rand(number, width))
+        seen = walk.num_accepted.float().mean().item()
+        for kept in (slice(None), slice(0, 5)):
+            found = sibling_chances(p[kept].expand(number, -1), q[kept].expand(number, -1), k)
+            assert found[:, width - 1].mean().item() == pytest.approx(seen, abs=0.01)
+    equal = sibling_chances(p[None], p[None], 2)
+    assert equal[0].tolist() == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [(2, 1), (2, 2), "s2_k2_d3"])
+def test_sampled_trees_are_accepted_as_forecast(tree):
+    model = tiny.llama(seed=1)
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 200, "eos_token_id": None}
+    torch.manual_seed(5)
+    outputs = [
+        layerskip.generate(
+            model,
+            torch.randint(3, 64, (1, 6)),
+            exit_layer=2,
+            num_draft_tokens=1,
+            tree=tree,
+            return_dict_in_generate=True,
+            **arguments,
+        )
+        for _ in range(5)
+    ]
+    texts = torch.cat([output.sequences for output in outputs])
+    measured = measure_exits(model, [texts], [2], start=6, branches=2, sampled=True)[2]
+    seen = sum(output.statistics.mean_acceptance_length for output in outputs) / len(outputs)
+    assert measured.mean_acceptance_length(tree, sampled=True) == pytest.approx(seen, rel=0.08)
+    assert measured.mean_acceptance_length((1,), sampled=True) == pytest.approx(
+        measured.mean_acceptance_length(1, sampled=True), rel=1e-4
+    )
+
+
+def test_the_interval_is_of_other_texts_of_the_kind():
+    """Nine of ten times it holds the mean over all texts there are, give or take; more texts make it narrower."""
+    generator = torch.Generator().manual_seed(0)
+    rates = torch.rand(400, generator=generator).mul(0.8).add(0.1).tolist()
+    texts = [torch.rand(60, generator=generator) < rate for rate in rates]
+
+    def measured(some) -> ExitMeasurement:
+        found = ExitMeasurement(num_tokens=1)
+        found._agrees.extend(some)
+        return found
+
+    truth = measured(texts).mean_acceptance_length(2)
+    widths, inside = [], 0
+    for first in range(0, 400, 10):
+        low, high = measured(texts[first : first + 10]).acceptance(2).interval()
+        widths.append(high - low)
+        inside += low <= truth <= high
+    assert 0.7 <= inside / 40 <= 1
+    low, high = measured(texts).acceptance(2).interval()
+    assert low < truth < high
+    assert high - low < 0.4 * sum(widths) / len(widths)
+    assert measured(texts[:1]).acceptance(2).interval() is None
+    assert measured([texts[0], texts[1][:2]]).acceptance(2).interval() is None  # one text is too short for a round
+
+
+def test_a_round_of_a_tree_costs_its_passes():
+    trees = TreeCosts({1: 1.0, 2: 2.0, 4: 3.0}, {1: 0.5, 2: 0.75, 4: 1.0}, {2: 0.25, 4: 0.375}, {5: 7.0, 7: 9.0})
+    loop = Bookkeeping(trees={"2,1,1": 0.5, "s3_k2_d4": 0.625})
+    costs = Costs(10.0, {1: 1.0}, {1: 0.5}, {1: {1: 8.0, 2: 8.0}}, {1: 0.5}, loop, {1: trees})
+    # The root, two nodes, two nodes; the last two without a head; the root and six nodes are verified.
+    assert costs.round(1, (2, 1, 1)) == 1.0 + 2.0 + 2.0 + 0.25 + 9.0 + 0.5
+    assert costs.round(1, (2, 1, 1), cut=True) == 0.5 + 0.75 + 0.75 + 0.25 + 9.0 + 0.5
+    assert costs.round(1, "s3_k2_d4") == 1.0 + 2.0 + 2.0 + 0.25 + 7.0 + 0.625
+    assert costs.layers(1, (2, 2)) == 1.0 + 2.0 + 0.375 + 9.0  # a root and six nodes too; the last level has four
+    with_trees = best_setting({1: continued_once()}, costs, 2, trees=[(2, 1, 1)])
+    assert {(f.tree, f.num_draft_tokens) for f in with_trees} == {(None, 1), (None, 2), ((2, 1, 1), 3)}
+    tree = next(f for f in with_trees if f.tree)
+    assert tree.speedup == pytest.approx(tree.mean_acceptance_length * 10 / costs.round(1, (2, 1, 1)))
+    without = Costs(10.0, {1: 1.0}, {1: 0.5}, {1: {1: 8.0, 2: 8.0}})
+    assert all(f.tree is None for f in best_setting({1: continued_once()}, without, 2, trees=[(2, 1, 1)]))
+
+
+def continued_once() -> ExitMeasurement:
+    model, text = tiny.llama(), torch.randint(3, 64, (2, 40))
+    return measure_exits(model, [text], [1], branches=2)[1]
+
+
+def test_trees_are_timed_too():
+    """Every pass that a tree takes, and its round in the loop, where the accepted path is moved together."""
+    model, trees = tiny.llama(), [(2, 1), "s2_k2_d3"]
+    costs = measure_costs(model, [1], 2, context=8, repeats=1, draft_vocabulary=torch.arange(8), trees=trees)
+    found = costs.trees[1]
+    assert (set(found.draft), set(found.cut_draft), set(found.extend)) == ({1, 2}, {1, 2}, {1, 2})
+    assert set(found.verify) == {4, 5}
+    assert set(costs.verify[1]) == {1, 2, 3}  # every width that a chain may have
+    loop = measure_bookkeeping(model.eval(), 2, 1, trees, do_sample=False)
+    assert set(loop.trees) == {"2,1", "s2_k2_d3"}
+    assert min(loop.trees.values()) > 0
+    assert measure_costs(model, [1], 2, context=8, repeats=1).trees == {}
+    assert measure_costs(model, [], 2, context=8, repeats=1).plain > 0

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from layerskip.forecast import Costs, measure_costs
+from layerskip.anatomy import UnsupportedModelError
+from layerskip.costs import Bookkeeping, Costs, measure_bookkeeping, measure_costs
+from layerskip.draft_head import with_draft_head
+from layerskip.machine import fast_dtype
 from train.config import TrainConfig
 from train.files import read_json, write_json
 
@@ -27,26 +30,47 @@ def stage_costs(
     the same costs: what else the machine does at the moment would move a forecast more than a thousand steps do.
     """
     path = config.run.folder / "costs.json"
-    conditions = {**machine(accelerator, config), "exits": list(exits)}
+    size = config.data.draft_vocabulary
+    conditions = {**machine(accelerator, config), "exits": list(exits), "draft_vocabulary": size}
     stored = read_json(path)
     if stored.get("conditions") == conditions:
         return _from_json(stored["seconds"])
-    timed: torch.nn.Module = copy.deepcopy(model)
-    timed.to(device=accelerator.device, dtype=getattr(torch, config.model.dtype))
-    costs = measure_costs(timed, exits, context=min(_CONTEXT, config.data.sequence_length // 2))
+    timed = copy.deepcopy(model).to(device=accelerator.device, dtype=getattr(torch, conditions["dtype"])).eval()
+    context = min(_CONTEXT, config.data.sequence_length // 2)
+    costs = measure_costs(timed, exits, context=context, draft_vocabulary=_any_vocabulary(timed, size))
+    costs = dataclasses.replace(costs, bookkeeping=measure_bookkeeping(timed, do_sample=False))
     write_json(path, {"conditions": conditions, "seconds": dataclasses.asdict(costs)})
     return costs
 
 
+def _any_vocabulary(model: "PreTrainedModel", size: int | None) -> torch.Tensor | None:
+    """As many tokens as the draft vocabulary will have: which ones, known in the end, does not matter to time. None
+    where there will be none, or the model's head cannot be cut."""
+    if size is None:
+        return None
+    token_ids = torch.arange(min(size, model.get_input_embeddings().num_embeddings), device=model.device)
+    try:
+        with_draft_head(model, model, token_ids)
+    except UnsupportedModelError:
+        return None
+    return token_ids
+
+
 def machine(accelerator: Accelerator, config: TrainConfig) -> dict[str, Any]:
-    """The conditions that a forecast holds under."""
-    device = accelerator.device
+    """The conditions that a forecast holds under: those that the finished checkpoint is decoded in, if not asked for
+    others."""
+    device, dtype = accelerator.device, config.model.save_dtype
+    if device.type == "cpu" and fast_dtype(device) == torch.float32:
+        dtype = "float32"  # as `python -m infer` does: half precision would be emulated
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
-    return {"device": name, "threads": torch.get_num_threads(), "dtype": config.model.dtype, "batch_size": 1}
+    return {"device": name, "threads": torch.get_num_threads(), "dtype": dtype, "batch_size": 1}
 
 
 def _from_json(seconds: dict[str, Any]) -> Costs:
     """JSON has only strings for keys."""
     verify = {int(e): {int(n): s for n, s in table.items()} for e, table in seconds["verify"].items()}
-    draft, extend = ({int(e): s for e, s in seconds[name].items()} for name in ("draft", "extend"))
-    return Costs(seconds["plain"], draft, extend, verify)
+    draft, extend, cut_draft = (
+        {int(e): s for e, s in seconds[name].items()} for name in ("draft", "extend", "cut_draft")
+    )
+    bookkeeping = Bookkeeping(**seconds["bookkeeping"])
+    return Costs(seconds["plain"], draft, extend, verify, cut_draft, bookkeeping)

@@ -82,11 +82,14 @@ class Evaluator:
         forecasts = [best_setting(measured, self.costs, sampled=way) if self.costs else [] for way in (False, True)]
         return Evaluation(last.loss, measured, *forecasts)
 
-    def forecast(self, model: "PreTrainedModel", blocks: Mixture) -> list[Forecast]:
+    def forecast(
+        self, model: "PreTrainedModel", blocks: Mixture, draft_vocabulary: torch.Tensor | None = None
+    ) -> list[Forecast]:
         """Every setting, best first, as it would do on the model's own greedy continuations of held-out text.
 
         A model's own text is what its exits will have to follow, and it is unlike other text: a small model
-        repeats itself, which its first layers may or may not be able to copy. Empty if there are no costs.
+        repeats itself, which its first layers may or may not be able to copy. Empty if there are no costs. With a
+        draft vocabulary, (n,) token ids, the whole head and the one that is cut to them are both tried.
         """
         if self.costs is None:
             return []
@@ -97,7 +100,7 @@ class Evaluator:
             texts = continue_prompts(model, prompts, length, ends[0] if ends else 0, ends, min_new_tokens=2)
             pairs = zip(prompts, texts, strict=True)
             rows = [_continued(prompt, text, self.accelerator.device) for prompt, text in pairs]
-            measured = measure_exits(model, rows, self.exits)
+            measured = measure_exits(model, rows, self.exits, draft_vocabulary=draft_vocabulary)
         return best_setting(measured, self.costs)
 
 

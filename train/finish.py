@@ -12,6 +12,7 @@ import torch
 
 from layerskip.anatomy import UnsupportedModelError
 from layerskip.card import write_model_card
+from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, store_setting
 from layerskip.vocabulary import store_draft_vocabulary
 from train import before_after
@@ -63,12 +64,12 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> 
     exported = choose_export(run, reporter, tracker)
     evaluations = {split: run.evaluator.measure(run.model, text) for split, text in _held_out(run).items()}
     report(evaluations["test"], "test", exported, reporter, tracker)
-    setting = _choose_setting(run, reporter)
+    vocabulary = _choose_vocabulary(run, reporter) if main else None
+    setting = _choose_setting(run, reporter, vocabulary)
     model = run.accelerator.unwrap_model(run.model)
     exits = evaluations["test"].record()["exits"]
     kept = ("loss", "agreement", "overlap")
     carry(model.config, exits={e: {name: numbers[name] for name in kept} for e, numbers in exits.items()})
-    vocabulary = _choose_vocabulary(run, reporter) if main else None
     _save_finished(run, folder, vocabulary)
     if main:
         record = _final_record(run, evaluations, setting, exported)
@@ -104,10 +105,13 @@ def _compare(record: dict[str, Any], run: Run, reporter: Reporter, tracker: Trac
         tracker.log(run.progress.step, "summary", {"last": change})
 
 
-def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
+def _choose_setting(
+    run: Run, reporter: Reporter, vocabulary: DraftVocabulary | UnsupportedModelError | None
+) -> dict[str, Any] | None:
     """Store the best setting for continuing validation text in the model; returns it with its forecast on test."""
     model = run.accelerator.unwrap_model(run.model)
-    chosen = run.evaluator.forecast(model, run.data.validation)
+    token_ids = vocabulary.token_ids if isinstance(vocabulary, DraftVocabulary) else None
+    chosen = run.evaluator.forecast(model, run.data.validation, token_ids)
     if not chosen:
         if run.accelerator.is_main_process:
             folder = run.config.run.folder
@@ -116,29 +120,35 @@ def _choose_setting(run: Run, reporter: Reporter) -> dict[str, Any] | None:
                 f"measure some: python -m infer benchmark {folder} --exit-layers 2,4 --num-draft-tokens 3,6"
             )
         return None
-    exit_layer, num_draft_tokens = chosen[0].exit_layer, chosen[0].num_draft_tokens
-    store_setting(model, Setting(exit_layer, num_draft_tokens))
-    tested = next(
-        (
-            forecast
-            for forecast in run.evaluator.forecast(model, run.data.test)
-            if (forecast.exit_layer, forecast.num_draft_tokens) == (exit_layer, num_draft_tokens)
-        ),
-        chosen[0],
-    )
-    reporter.say(
-        f"setting: exit_layer {exit_layer}, num_draft_tokens {num_draft_tokens}, the fastest where the model itself "
-        f"continues validation prompts. Continuing test prompts: {tested.mean_acceptance_length:.2f} tokens a verify "
-        f"step, {tested.speedup:.2f}x plain decoding"
+    setting = _setting_of(chosen[0])
+    store_setting(model, setting)
+    on_test = run.evaluator.forecast(model, run.data.test, token_ids)
+    tested = next((forecast for forecast in on_test if _setting_of(forecast) == setting), chosen[0])
+    reporter.say(_describe(setting, tested, token_ids is not None, machine(run.accelerator, run.config)["dtype"]))
+    forecast = {"mean_acceptance_length": tested.mean_acceptance_length, "speedup": tested.speedup}
+    return {
+        "exit_layer": setting.exit_layer,
+        "num_draft_tokens": setting.num_draft_tokens,
+        "draft_vocabulary": setting.draft_vocabulary,
+        "chosen_on": "validation",
+        "forecast": forecast | ({} if tested.interval is None else {"interval": list(tested.interval)}),
+    }
+
+
+def _setting_of(forecast: Forecast) -> Setting:
+    return Setting(forecast.exit_layer, forecast.num_draft_tokens, draft_vocabulary=forecast.draft_vocabulary)
+
+
+def _describe(setting: Setting, tested: Forecast, has_vocabulary: bool, dtype: str) -> str:
+    head = f", with the {'draft vocabulary' if setting.draft_vocabulary else 'whole head'}" if has_vocabulary else ""
+    low_high = "" if tested.interval is None else " (9 in 10: {:.2f} to {:.2f})".format(*tested.interval)
+    return (
+        f"setting: exit_layer {setting.exit_layer}, num_draft_tokens {setting.num_draft_tokens}{head}, the fastest "
+        f"where the model itself continues validation prompts in {dtype}. Continuing test prompts: "
+        f"{tested.mean_acceptance_length:.2f} tokens a verify step, {tested.speedup:.2f}x plain decoding{low_high}"
         + ("" if tested.speedup > 1 else " (no gain yet: train longer or choose shallower recipe.exits)")
         + ". The tables above are on held-out text that others wrote, where the numbers differ."
     )
-    return {
-        "exit_layer": exit_layer,
-        "num_draft_tokens": num_draft_tokens,
-        "chosen_on": "validation",
-        "forecast": {"mean_acceptance_length": tested.mean_acceptance_length, "speedup": tested.speedup},
-    }
 
 
 def _choose_vocabulary(run: Run, reporter: Reporter) -> DraftVocabulary | UnsupportedModelError | None:
