@@ -59,7 +59,7 @@ sys.exit(f"imported {heavy}" if heavy else 0)
         (["generate", "{tmp}", "hi"], "holds no config.json"),
         (["generate", "{model}/config.json", "hi"], "is a file"),
         (["generate", "{model}", "hi", "--exit-layer", "0"], "--exit-layer: '0' is not a number of layers"),
-        (["generate", "{model}", "hi", "--exit-layer", "all"], "'all' is not a number of layers, 1 or more, or auto, or none"),
+        (["generate", "{model}", "hi", "--exit-layer", "all"], "'all' is not a number of layers, 1 or more, or auto"),
         (["generate", "{model}", "hi", "--exit-layer", "4"], "this model has 4 layers, so choose 1 to 3"),
         (["generate", "{model}", "hi", "--num-draft-tokens", "-1"], "'-1' is not a whole number, 1 or more"),
         (["generate", "{model}", "hi", "--temperature", "-1"], "'-1' is not a number, 0 or more"),
