@@ -13,7 +13,7 @@ from infer.evaluation_text import measure_text
 from infer.loading import Loaded, choose_setting, load
 from infer.options import ModelOptions
 from infer.terminal import Terminal
-from infer.tuning import candidates
+from infer.tune_evidence import candidates
 from layerskip.anatomy import num_layers
 from layerskip.settings import Setting
 

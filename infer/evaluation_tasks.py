@@ -86,11 +86,12 @@ def _asker(manager: TaskManager, options: EvaluateOptions) -> Callable[[ModelSid
                 apply_chat_template=options.chat_template,
                 log_samples=True,
             )
-        except (
-            OSError,
-            ValueError,
-            AssertionError,
-        ) as error:  # no network, a broken file, too long
+        except OSError as error:  # no network, or no such file
+            raise InputError(
+                f"--tasks {','.join(names)} cannot be loaded ({first_line(error)}): the harness's own are on the Hub; "
+                "give local ones with --include-path"
+            ) from None
+        except (ValueError, AssertionError) as error:  # a broken file, or answers that are too long for the model
             raise InputError(f"--tasks {','.join(names)} cannot be run: {first_line(error)}") from None
         return results
 

@@ -14,7 +14,7 @@ from infer.evaluation import MODEL_WINDOW, EvaluateOptions
 from infer.loading import Loaded
 from infer.terminal import Terminal
 from infer.tune import TuneOptions
-from infer.tuning import continuations
+from infer.tune_evidence import continuations
 from layerskip.adapters import adapter_at
 from layerskip.anatomy import num_layers
 from layerskip.forecast import ExitMeasurement, measure_exits

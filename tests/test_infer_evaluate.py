@@ -208,6 +208,42 @@ def test_the_harness_has_the_likelihoods_of_each_side(batch_size, tiny_checkpoin
 
 
 @needs_harness
+def test_each_side_samples_as_the_task_says(tiny_checkpoint):
+    """From the most probable token alone that is greedy decoding; a stop string ends an answer."""
+    from lm_eval.api.instance import Instance
+
+    from infer.evaluation_sides import ExitSide, ModelSide, SelfSpeculativeSide
+    from infer.loading import load
+    from infer.options import ModelOptions
+
+    loaded = load(ModelOptions(str(tiny_checkpoint), dtype="float32"))
+    sides = (ModelSide(loaded, 2), SelfSpeculativeSide(loaded, 2, Setting(2, 3)), ExitSide(loaded, 2, 2))
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 1}
+    answers = []
+    for side in sides:
+        for how in ({"do_sample": False}, sampling):
+            until = {"until": [], "max_gen_toks": 12, **how}
+            requests = [Instance("generate_until", {}, (text, until), i) for i, text in enumerate(("def add", "the"))]
+            answers.append(side.generate_until(requests, True))
+    plain, _, speculative, _, alone, _ = answers
+    assert answers[::2] == answers[1::2]
+    assert plain == speculative != alone
+    stop = alone[0][4:6]
+    until = {"until": [stop], "max_gen_toks": 12, "do_sample": False}
+    request = Instance("generate_until", {}, ("def add", until), 0)
+    assert sides[2].generate_until([request], True) == [alone[0][: alone[0].index(stop)]]
+
+
+@needs_harness
+def test_a_task_without_its_data_is_told(tiny_checkpoint, tasks, capsys):
+    (tasks / "questions.jsonl").unlink()
+    assert main(["evaluate", str(tiny_checkpoint), "--tasks", "capitals_choice", "--include-path", str(tasks)]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("error: --tasks capitals_choice cannot be loaded (")
+    assert "give local ones with --include-path" in err
+
+
+@needs_harness
 def test_the_tasks_of_the_page_on_three_sides(tiny_checkpoint, tasks, capsys):
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     store_setting(model, Setting(2, 3))
