@@ -79,8 +79,9 @@ def describe(found: dict[str, Any]) -> str:
         for name, word in (("seed", "seed"), ("prompts_fingerprint", "prompts"))
         if found.get(name) is not None
     )
+    threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
     return (
-        f"{device}, {found['threads']} threads, {found['dtype']}{batch}, eager, torch {found['torch']}, "
+        f"{device}, {threads}, {found['dtype']}{batch}, eager, torch {found['torch']}, "
         f"transformers {found['transformers']}, commit {commit[:12]}{dirty and '-' + dirty}{asked}"
     )
 
