@@ -244,6 +244,7 @@ def test_a_task_without_its_data_is_told(tiny_checkpoint, tasks, capsys):
 
 
 @needs_harness
+@pytest.mark.slow
 def test_the_tasks_of_the_page_on_three_sides(tiny_checkpoint, tasks, capsys):
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     store_setting(model, Setting(2, 3))
