@@ -62,9 +62,7 @@ def show(result: dict[str, Any], mode: str, terminal: Terminal, verbose: bool = 
         terminal.table(f"{name}, {mode}", columns, rows, f"{note} {describe(found)}")
     for record in records:
         if record["arm"] == "compiled" and record.get("warm_up_excess_seconds"):
-            print(
-                f"compiled: {record['warm_up_excess_seconds']:.1f} s of compiling before, which no number here counts"
-            )
+            print(f"compiled: {record['warm_up_excess_seconds']:.1f} s of compiling before, counted nowhere here")
     for line in (line for record in records for line in report.explain(record)):
         print(line)
 
