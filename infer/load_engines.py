@@ -1,6 +1,7 @@
 """Engines of the load test: how each arm decodes the requests that are given to it together."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from infer.load_worker import Request, Worker
+from layerskip.adaptive import adaptive_for
 from layerskip.choice import Choice
 from layerskip.decoding import Stop, decode
 from layerskip.drafters import drafter_for
@@ -51,18 +53,20 @@ class LoopEngine:
             return sessions, [self._row(session, stop) for session, stop in zip(sessions, own, strict=True)]
 
         sessions, first = admit(batch)
-        steps = decode(
-            sessions[0].stages,
-            [row.prompt for row in first],
-            [row.sampler for row in first],
-            [row.stop for row in first],
-            drafter=drafter_for(sessions[0].setting),
-            max_length=[row.max_length for row in first],
-            cache=sessions[0].stages.new_cache(max(len(row.prompt) for row in first) + 256),
-            admit=(lambda going: admit(worker.join(going))[1]) if self.continuous else None,
-        )
-        for step in steps:
-            worker.emit(requests[step.row], step.tokens[0].tolist(), stops[step.row].ended)
+        stages, setting = sessions[0].stages, sessions[0].setting
+        with adaptive_for(stages, setting, sampled=False) if setting.weighs else nullcontext() as adaptive:
+            steps = decode(
+                stages,
+                [row.prompt for row in first],
+                [row.sampler for row in first],
+                [row.stop for row in first],
+                drafter=drafter_for(setting, adaptive=adaptive),
+                max_length=[row.max_length for row in first],
+                cache=stages.new_cache(max(len(row.prompt) for row in first) + 256),
+                admit=(lambda going: admit(worker.join(going))[1]) if self.continuous else None,
+            )
+            for step in steps:
+                worker.emit(requests[step.row], step.tokens[0].tolist(), stops[step.row].ended)
 
     def _session(self, prompt: Sequence[int]) -> Session:
         """transformers' own preparation of a request by itself."""

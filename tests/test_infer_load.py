@@ -22,6 +22,7 @@ SETTINGS = {
     "tree": Setting(2, 3, tree="s3_k2_d5"),
     "hybrid": Setting(2, 3, lookup="hybrid"),
     "lookup": Setting(None, 0, lookup="only"),
+    "cost": Setting(2, 3, draft_stop="cost"),
 }
 NEW = 14  # most tokens of an answer
 PROMPTS = [tuple(range(10 + n, 11 + n + n * 5 % 9)) for n in range(11)]  # 1 to 9 tokens

@@ -1,11 +1,13 @@
 """Rows that join a running batch: each is continued as it is alone, whenever it came and whoever was there."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
+from layerskip.adaptive import adaptive_for
 from layerskip.decoding import decode
 from layerskip.drafters import drafter_for
 from layerskip.joining import Newcomer
@@ -49,19 +51,22 @@ def continuously(model, way: dict, waiting: list[Newcomer], seed: int, most: int
             return taken
 
         offset, length = len(outputs), len(outputs) + len(first)
-        steps = decode(
-            stages,
-            [row.prompt for row in first],
-            [row.sampler for row in first],
-            [row.stop for row in first],
-            drafter=drafter_for(setting),
-            max_length=[row.max_length for row in first],
-            cache=stages.new_cache(4),
-            admit=admit,
-        )
-        outputs |= {number: [] for number in range(offset, length)}
-        for step in steps:
-            outputs.setdefault(offset + step.row, []).extend(step.tokens[0].tolist())
+        weighing = adaptive_for(stages, setting, sampled=False) if setting.weighs else nullcontext()
+        with weighing as adaptive:
+            drafter = drafter_for(setting, adaptive=adaptive)
+            steps = decode(
+                stages,
+                [row.prompt for row in first],
+                [row.sampler for row in first],
+                [row.stop for row in first],
+                drafter=drafter,
+                max_length=[row.max_length for row in first],
+                cache=stages.new_cache(4),
+                admit=admit,
+            )
+            outputs |= {number: [] for number in range(offset, length)}
+            for step in steps:
+                outputs.setdefault(offset + step.row, []).extend(step.tokens[0].tolist())
     assert max(sizes) > 1, "rows were decoded together"
     return [outputs[number] for number in range(len(outputs))]
 
