@@ -8,6 +8,7 @@ from typing import Any
 from infer import benchmark_figures as draw
 from infer import page_parts as html
 from infer import report
+from infer.batch_benchmark import pays_until
 from infer.benchmark_sections import Records, batch_section, mode_sections
 from infer.conditions import describe
 
@@ -43,6 +44,8 @@ def benchmark_page(result: dict[str, Any]) -> str:
     for mode in modes:
         parts += mode_sections(result, mode)
     for mode, records in result.get("batches", {}).items():
+        drafting = dict.fromkeys(record["arm"] for record in records if record["drafts"] is not None)
+        parts += [html.paragraph(f"{mode}: {pays_until(records, arm)}.".capitalize(), "headline") for arm in drafting]
         parts.append(batch_section(mode, records, describe(conditions)))
     parts.append(html.section("What the words mean", html.definitions(_TERMS)))
     parts.append(html.section("Conditions", html.table((), _conditions(conditions), text=True)))

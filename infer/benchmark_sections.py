@@ -124,7 +124,7 @@ def batch_section(mode: str, records: Records, said: str) -> str:
     """Of batches of every size, in one mode; `said`: the conditions."""
     names = ("plain_tokens_per_second", "tokens_per_second", "ratio", "mean_acceptance_length")
     rows = [
-        [str(record["batch_size"]), draw.label(record)]
+        [draw.label(record), str(record["batch_size"])]
         + (
             [f"{record[name]:.2f}" for name in names] + [report.equal(record)]
             if record["error"] is None
@@ -132,7 +132,7 @@ def batch_section(mode: str, records: Records, said: str) -> str:
         )
         for record in records
     ]
-    columns = ("batch", "arm", "plain tokens/s", "tokens/s", "speedup", "accepted", "equal")
+    columns = ("arm", "batch", "plain tokens/s", "tokens/s", "speedup", "accepted", "equal")
     caption = "Against plain generate of the same batch, padded to its longest prompt."
     image = html.figures([(draw.batches(records), f"speedup by batch size, {mode}", caption)])
     return html.section(f"Batches, {mode}", html.table(columns, rows, said), image)

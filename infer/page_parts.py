@@ -19,8 +19,8 @@ p.warning { border-left: 3px solid var(--bad); padding-left: .8rem; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: .9rem; margin: 1.4rem 0; }
 .card { background: var(--box); border: 1px solid var(--edge); border-radius: 10px; padding: .9rem 1rem; }
 .card b { display: block; font-size: 1.5rem; line-height: 1.25; } .card span { color: var(--soft); font-size: .87rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(430px, 100%), 1fr)); gap: 1rem;
-  align-items: start; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(430px, 100%), 1fr)); gap: 1rem;
+  align-items: start; margin-top: 1rem; }
 figure { margin: 0; background: var(--box); border: 1px solid var(--edge); border-radius: 10px; padding: .9rem; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .87rem; margin: .6rem .1rem 0; }

@@ -11,13 +11,13 @@ COLUMNS = (
     *("accepted", "acceptance", "equal"),
 )
 LATENCY_COLUMNS = (
-    *("arm", "TTFT ms", "p95", "TPOT ms", "p95", "gap ms", "p95", "end to end ms", "p95"),
-    *("requests/s", "errors", "time-outs", "warm-up s", "CPU speedup"),
+    *("arm", "TTFT ms", "p95", "TPOT ms", "p95", "gap ms", "p95", "E2E ms", "p95"),
+    *("req/s", "errors", "time-outs", "warm-up s", "by CPU"),
 )
 LATENCY_NOTE = (
     "Median and 95th percentile. TTFT: call to first tokens; TPOT: the rest of the call over the other tokens; gap: "
-    "between the bursts a round hands out; warm-up: the first call, which no other number counts; CPU speedup: by "
-    "processor time, which a busy machine changes less."
+    "between the bursts a round hands out; E2E: the whole call; warm-up: the first call, which no other number "
+    "counts; by CPU: speedup by processor time, which a busy machine changes less."
 )
 ROUND_COLUMNS = (
     *("arm", "rounds", "drafted", "accepted", "by position", "rounds by accepted"),
