@@ -121,11 +121,6 @@ def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def carries_custom_generate(folder: str | os.PathLike[str]) -> bool:
-    """Whether the checkpoint in `folder` carries decoding code, ours or another's."""
-    return (Path(folder) / FOLDER / "generate.py").is_file()
-
-
 def remove_custom_generate(folder: str | os.PathLike[str]) -> bool:
     """Take it out again; returns whether it was there.
 
