@@ -24,7 +24,8 @@ from layerskip.tree import parse_shape
 from layerskip.vocabulary import draft_vocabulary_of
 
 _MOST_EXITS = 8  # more trained exits than this: only those in the first third are asked
-_REPEATS = 3  # of each timing
+_REPEATS = 3  # of each timing, at least
+_SECONDS = 2.0  # for the timings of an exit, if they take less
 _MOST_TIMED = 3  # exits, where none were asked for: those that are best on paper
 Trees = Sequence[str | tuple[int, ...]]
 
@@ -154,6 +155,7 @@ def time_costs(
         draft_vocabulary_of(loaded.model),
         lambda exit_layer: advance(f"timed exit {exit_layer}"),
         trees,
+        _SECONDS,
     )
     arguments = options.decoding().generate_arguments()
     bookkeeping = measure_bookkeeping(loaded.model, longest, _REPEATS, trees, **arguments)

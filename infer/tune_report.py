@@ -192,7 +192,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("exit layer")
     axes.axvline(len(chains) - 0.5, color="black", linewidth=2 if trees else 0)
     axes.set_title(f"{result['model']}: forecast speedup")
-    figure.colorbar(image, ax=axes, label="over plain decoding")
+    bar = figure.colorbar(image, ax=axes, label="over plain decoding")
+    bar.ax.set_ylim(min(1.0, *best.values()), max(1.0, *best.values()))
     figure.savefig(path, dpi=150)
 
 

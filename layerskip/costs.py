@@ -38,6 +38,7 @@ def measure_costs(
     draft_vocabulary: Tensor | None = None,
     advance: Callable[[int], object] | None = None,
     trees: Sequence[Tree] = (),
+    seconds: float = 0.0,
 ) -> Costs:
     """Time the stages of each exit layer on this machine, in the order decoding calls them: a verification finds the
     caches as drafting left them. Every number of positions is timed: some are slower than larger ones.
@@ -48,6 +49,7 @@ def measure_costs(
         draft_vocabulary: (n,) ascending token ids; drafts are then timed with the head cut to them as well.
         advance: is told each exit layer when it is done.
         trees: shapes whose passes are timed too.
+        seconds: of each exit layer: small models are timed up to four times as often in this time.
     """
     inner = unwrap(model)
     training = inner.training
@@ -63,7 +65,10 @@ def measure_costs(
                 clock.cut = Stages(inner, exit_layer, draft_vocabulary)
             clock.chains(1)
             clock.times.forget()  # that was to warm up
-            for _ in range(repeats):
+            start = plain.clock()
+            for repeat in range(4 * repeats):
+                if repeat >= repeats and plain.clock() - start >= seconds:
+                    break
                 plain.add("step", whole.verify, token, None, cache)
                 cache.rollback(context)
                 clock.chains(max_draft_tokens)
