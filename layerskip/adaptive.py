@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from layerskip.stages import Stages
 
 FORGET = 0.98  # a round of its own
-FORGET_IDLE = 0.995  # any other
+FORGET_IDLE = 0.998  # any other
+KEPT = 2.0  # observations that a position's acceptance in the last call counts for in the next
 PRIOR = 3.0  # observations that what the checkpoint says counts for
 LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
 DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
@@ -72,9 +73,15 @@ class Prospect:
 
     def forget(self, own: bool) -> None:
         """A round has passed, its own or another's."""
-        kept = FORGET if own else FORGET_IDLE
+        self._shrink(FORGET if own else FORGET_IDLE)
+
+    def doubt(self) -> None:
+        """All may be different from now on: what was seen counts for a few observations only."""
+        self._shrink(min(1.0, KEPT / max(self.judged[0], KEPT)))
+
+    def _shrink(self, share: float) -> None:
         for sums in (self.asked, self.went, self.judged, self.stayed, self.hoped, self.sure_judged, self.sure_stayed):
-            sums[:] = [kept * value for value in sums]
+            sums[:] = [share * value for value in sums]
 
     def chance(self, tenth: int, position: int) -> float:
         """That a token drafted with this confidence stays if all before it do."""
@@ -225,6 +232,8 @@ class Adaptive(DraftStop):
         copy._begin_chain()
         copy._now = None
         copy._since, copy._wait = 0, min(copy._wait, 8)
+        for prospect in copy.prospects:
+            prospect.doubt()
         return copy
 
 

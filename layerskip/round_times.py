@@ -70,13 +70,17 @@ class RoundTimes:
             widths = {
                 int(key[2]) if len(key) > 2 else 0: values for key, values in self._seen.items() if key[:2] == part
             }
-            base = self._weights[part] * self._unit(part[0])
-            self._known[part] = fit(widths) if widths else (base, SLOPE * base)
+            if widths:
+                self._known[part] = fit(widths)
+            else:
+                base = self._weights[part] * self._unit(part[0])
+                self._known[part] = base, SLOPE * base
         return self._known[part]
 
     def _unit(self, kind: str | int) -> float:
         """Seconds a weight: of this kind of part where one was seen, else of any; 1 before all."""
-        units = [(part[0], median(seen) / self._weights[part[:2]]) for part, seen in self._seen.items()]
+        seen = {part[:2] for part in self._seen}
+        units = [(part[0], self._line(part)[0] / self._weights[part]) for part in sorted(seen, key=str)]
         alike = [unit for other, unit in units if other == kind]
         return median(alike or [unit for _, unit in units] or [1.0])
 

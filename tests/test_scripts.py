@@ -57,6 +57,6 @@ def test_what_a_recipe_costs_is_measured_on_recipes_that_fit():
     assert cost.ARMS["plain"] is None
 
 
-@pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead"])
+@pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead", "adaptive"])
 def test_scripts_say_how_they_are_run(name):
     assert f"python scripts/{name}.py" in script(name).__doc__
