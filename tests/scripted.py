@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from layerskip.adaptive import Adaptive, Prospect
+from layerskip.adaptive import Adaptive
 from layerskip.block import Block
 from layerskip.cache import RollbackCache
 from layerskip.exits import KnownExit
+from layerskip.prospect import Prospect
 from layerskip.round_times import RoundTimes
 
 Logits = Callable[[tuple[int, ...]], Tensor]  # prefix token ids -> (vocab,) logits of what follows
