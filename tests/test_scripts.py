@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import run
 from train.command import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,3 +61,20 @@ def test_what_a_recipe_costs_is_measured_on_recipes_that_fit():
 @pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead", "adaptive"])
 def test_scripts_say_how_they_are_run(name):
     assert f"python scripts/{name}.py" in script(name).__doc__
+
+
+@pytest.mark.slow
+def test_results_are_measured_once_and_shown(tiny_run, tmp_path):
+    """Each table is a benchmark; a second call measures nothing more and shows the same."""
+    asked = (
+        f"python scripts/results.py {tiny_run} --records {tmp_path} --only budget sampled --max-new-tokens 6 --print"
+    )
+    text = run(asked)
+    assert {path.stem for path in tmp_path.iterdir()} == {"budget", "sampled"}
+    for said in ("the fastest of", "| coupled | 2 / 4 |", "temperature 0.8", "transformers"):
+        assert said in text
+    record = json.loads((tmp_path / "sampled.json").read_text())
+    shown = next(line for line in text.splitlines() if line.startswith("| coupled"))
+    arm = next(arm for arm in record["sampled"] if arm["arm"] == "coupled")
+    assert f"| {arm['speedup']:.2f} |" in shown
+    assert run(asked) == text
