@@ -27,7 +27,7 @@ from infer.tune_evidence import candidates as candidates
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting
 
-HOPELESS = 0.9  # a forecast below this is not measured
+HOPELESS = 0.95  # a forecast below this is not measured: it would have to be off by twice its usual error
 _NEAR = 0.95  # of the best forecast: the next one is measured too
 
 
