@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
+from infer.benchmarking.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
 from infer.errors import InputError
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positives, seconds, seed
 from infer.prompts import Prompts, find_prompts
@@ -176,9 +176,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--check compares in float32, but --dtype is {model.dtype}: leave it out")
 
     # Here, so that wrong flags are told before seconds of imports.
-    from infer.batch_benchmark import compare_batches
-    from infer.budget import compare_budgets
-    from infer.comparison import check, compare
+    from infer.benchmarking.batches import compare_batches
+    from infer.benchmarking.budget import compare_budgets
+    from infer.benchmarking.comparison import check, compare
 
     if arguments.check:
         return check(model, options, prompts, Terminal())

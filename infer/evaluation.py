@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         texts = tuple(prompt.as_text for prompt in prompts.test[: options.num_prompts])
         source = prompts.source
 
-    from infer.evaluation_run import evaluate  # here, so that wrong flags are told before seconds of imports
+    from infer.evaluating.run import evaluate  # here, so that wrong flags are told before seconds of imports
 
     return evaluate(model, options, texts, source, Terminal())
 

@@ -57,6 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--html {options.html}: there is no folder {options.html.parent}: make it first")
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
 
-    from infer.inspection_run import inspect_text  # here, so that wrong flags are told before seconds of imports
+    from infer.inspecting.run import inspect_text  # here, so that wrong flags are told before seconds of imports
 
     return inspect_text(ModelOptions.read(arguments), options, prompt, Terminal())

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from infer.load_options import ARMS, BATCHINGS, CLOCKS, DEFAULT_ARMS, DEFAULT_CONCURRENCY, LoadOptions
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positive, positives, seed
 from infer.prompts import find_prompts
+from infer.serving.options import ARMS, BATCHINGS, CLOCKS, DEFAULT_ARMS, DEFAULT_CONCURRENCY, LoadOptions
 from infer.source import local_folder
 from infer.speculation import number
 from infer.terminal import Terminal
@@ -104,6 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     options.check(model)
     prompts = find_prompts(arguments.prompts, local_folder(model.model), need_validation=False)
 
-    from infer.load_run import load_test  # here, so that wrong flags are told before seconds of imports
+    from infer.serving.run import load_test  # here, so that wrong flags are told before seconds of imports
 
     return load_test(model, options, prompts, Terminal())

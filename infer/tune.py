@@ -144,6 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in prompts.notes(options.num_prompts):
         Terminal().note(line)
 
-    from infer.tuning import tune  # here, so that wrong flags are told before seconds of imports
+    from infer.tuning.run import tune  # here, so that wrong flags are told before seconds of imports
 
     return tune(model, options, prompts, folder, Terminal())

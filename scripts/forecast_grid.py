@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from infer.loading import Loaded
     from infer.terminal import Terminal
     from infer.tune import TuneOptions
-    from infer.tune_evidence import Evidence
+    from infer.tuning.evidence import Evidence
     from layerskip.forecast import ExitMeasurement, Forecast
     from layerskip.settings import Setting
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = read_arguments(argv)
 
     from infer.benchmark import BenchmarkOptions
-    from infer.benchmark_output import name_of
-    from infer.comparison import encode
+    from infer.benchmarking.comparison import encode
+    from infer.benchmarking.output import name_of
     from infer.conditions import conditions
     from infer.loading import load
     from infer.options import ModelOptions
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     from infer.source import local_folder
     from infer.terminal import Terminal
     from infer.tune import TuneOptions
-    from infer.tune_evidence import continuations, look, measure_texts, trees_of
+    from infer.tuning.evidence import continuations, look, measure_texts, trees_of
 
     terminal, exits = Terminal(), tuple(options.exits or ())
     tuning = TuneOptions(
@@ -122,7 +122,7 @@ def numbers(text: str) -> list[int]:
 
 def cells_of(evidence: Evidence, lengths: Sequence[int]) -> list[Cell]:
     """A cell for every forecast of these chains and of the trees."""
-    from infer.tuning import setting_of
+    from infer.tuning.run import setting_of
 
     chosen = [f for f in evidence.forecasts if f.tree is not None or f.num_draft_tokens in lengths]
     order = sorted(chosen, key=lambda f: (f.exit_layer, f.draft_vocabulary, f.tree is not None, f.num_draft_tokens))

@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from infer import families
-from infer.arms import plain, self_speculative
+from infer.benchmarking import families
+from infer.benchmarking.arms import plain, self_speculative
+from infer.benchmarking.measurement import Protocol, measure
+from infer.benchmarking.memory import bytes_by_layer, key_value_bytes
+from infer.benchmarking.rivals import assistant_model, cache_bytes, compiled, prompt_lookup
 from infer.command import main
-from infer.measurement import Protocol, measure
-from infer.memory import bytes_by_layer, key_value_bytes
 from infer.options import DecodingOptions
-from infer.rivals import assistant_model, cache_bytes, compiled, prompt_lookup
 from layerskip.settings import Setting
 from tests import tiny
 

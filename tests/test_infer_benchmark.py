@@ -9,17 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
-from infer.arms import Arm, coupled, plain, plain_loop, self_speculative
-from infer.batch_benchmark import make_batches, pays_until
-from infer.benchmark_record import record
+from infer.benchmarking.arms import Arm, coupled, plain, plain_loop, self_speculative
+from infer.benchmarking.batches import make_batches, pays_until
+from infer.benchmarking.differences import first_difference
+from infer.benchmarking.measured import Measured
+from infer.benchmarking.measurement import Protocol, best, measure
+from infer.benchmarking.memory import bytes_by_layer, key_value_bytes, slots
+from infer.benchmarking.record import record
+from infer.benchmarking.report import COLUMNS, row
+from infer.benchmarking.rivals import assistant_early_exit
 from infer.command import main
-from infer.differences import first_difference
-from infer.measured import Measured
-from infer.measurement import Protocol, best, measure
-from infer.memory import bytes_by_layer, key_value_bytes, slots
 from infer.options import DecodingOptions
-from infer.report import COLUMNS, row
-from infer.rivals import assistant_early_exit
 from layerskip import rules
 from layerskip.acceptance import chain_walk
 from layerskip.settings import Setting
@@ -208,7 +208,7 @@ def test_an_architecture_on_which_transformers_early_exit_fails_is_a_row_that_sa
 
 
 def test_speedups_are_ratios_of_sums_and_medians_of_prompts():
-    from infer.arms import Output
+    from infer.benchmarking.arms import Output
 
     def measured(*rows):
         return Measured(plain(), [[Output([0] * n, s, None, None) for n, s in outputs] for outputs in rows])

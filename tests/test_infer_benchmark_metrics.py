@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from infer.arms import Arm, Output, plain, plain_loop, self_speculative
-from infer.benchmark_record import record
+from infer.benchmarking.arms import Arm, Output, plain, plain_loop, self_speculative
+from infer.benchmarking.ideal import CostModel, cost_model, is_chain
+from infer.benchmarking.latency import Stopwatch, TimedOutError, Timing, summary
+from infer.benchmarking.measured import Measured
+from infer.benchmarking.measurement import Protocol, measure
+from infer.benchmarking.record import record
+from infer.benchmarking.report import LATENCY_COLUMNS, ROUND_COLUMNS, explain, latency_row, round_row
+from infer.benchmarking.rivals import assistant_early_exit
 from infer.command import main
 from infer.conditions import fingerprint
-from infer.ideal import CostModel, cost_model, is_chain
-from infer.latency import Stopwatch, TimedOutError, Timing, summary
 from infer.loading import Loaded
-from infer.measured import Measured
-from infer.measurement import Protocol, measure
 from infer.options import DecodingOptions
-from infer.report import LATENCY_COLUMNS, ROUND_COLUMNS, explain, latency_row, round_row
-from infer.rivals import assistant_early_exit
 from layerskip.decoding import Step
 from layerskip.forecast import cycle
 from layerskip.settings import Setting

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infer.benchmark_figures import against_ideal, label
-from infer.benchmark_page import benchmark_page, headline
+from infer.benchmarking.figures import against_ideal, label
+from infer.benchmarking.page import benchmark_page, headline
 from infer.command import main
 
 _VOID = {"meta", "img", "source"}

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infer.command import main
-from infer.evaluation_text import windows
-from infer.exit_only import ExitStages, generate_at_exit
+from infer.evaluating.exit_only import ExitStages, generate_at_exit
+from infer.evaluating.text import windows
 from layerskip.adapters import attach_adapters, save_adapters
 from layerskip.settings import Setting, store_setting
 from layerskip.vocabulary import store_draft_vocabulary
@@ -190,7 +190,7 @@ def harness_pairs(model, tokenizer, pairs) -> list[tuple[float, bool]]:
 def test_the_harness_has_the_likelihoods_of_each_side(batch_size, tiny_checkpoint, tokenizer):
     from lm_eval.api.instance import Instance
 
-    from infer.evaluation_sides import ExitSide, ModelSide
+    from infer.evaluating.sides import ExitSide, ModelSide
     from infer.loading import load
     from infer.options import ModelOptions
 
@@ -212,7 +212,7 @@ def test_each_side_samples_as_the_task_says(tiny_checkpoint):
     """From the most probable token alone that is greedy decoding; a stop string ends an answer."""
     from lm_eval.api.instance import Instance
 
-    from infer.evaluation_sides import ExitSide, ModelSide, SelfSpeculativeSide
+    from infer.evaluating.sides import ExitSide, ModelSide, SelfSpeculativeSide
     from infer.loading import load
     from infer.options import ModelOptions
 
@@ -266,7 +266,7 @@ def test_the_tasks_of_the_page_on_three_sides(tiny_checkpoint, tasks, capsys):
 
 @needs_harness
 def test_a_task_nobody_knows_is_told(tiny_checkpoint, tasks, capsys, monkeypatch):
-    from infer import evaluation_tasks
+    from infer.evaluating import tasks as evaluation_tasks
 
     class OwnTasks(evaluation_tasks.TaskManager):
         """The folder's tasks alone: the harness takes seconds to read its own thousands."""

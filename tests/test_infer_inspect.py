@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infer.command import main
-from infer.inspection_page import page
-from infer.inspection_picture import decode_watched, read_layers
-from infer.inspection_table import choose_layers
-from infer.inspection_words import Words, visible
+from infer.inspecting.page import page
+from infer.inspecting.picture import decode_watched, read_layers
+from infer.inspecting.table import choose_layers
+from infer.inspecting.words import Words, visible
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from layerskip.adapters import attach_adapters

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from infer.command import main
-from infer.load_arrivals import ClosedLoop, OpenLoop
-from infer.load_engines import LoopEngine, PlainEngine
-from infer.load_level import run_level
-from infer.load_report import draw, pays_line
-from infer.load_worker import Request, Worker
 from infer.options import DecodingOptions
+from infer.serving.arrivals import ClosedLoop, OpenLoop
+from infer.serving.engines import LoopEngine, PlainEngine
+from infer.serving.level import run_level
+from infer.serving.report import draw, pays_line
+from infer.serving.worker import Request, Worker
 from layerskip.settings import Setting
 from tests import tiny
 

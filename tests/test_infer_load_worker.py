@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from infer.load_arrivals import Arrivals, ClosedLoop, OpenLoop, SkippingClock, poisson
-from infer.load_level import run_level
-from infer.load_metrics import Objective, percentile, summarize
-from infer.load_worker import Request, RequestQueue, Worker
+from infer.serving.arrivals import Arrivals, ClosedLoop, OpenLoop, SkippingClock, poisson
+from infer.serving.level import run_level
+from infer.serving.metrics import Objective, percentile, summarize
+from infer.serving.worker import Request, RequestQueue, Worker
 
 
 class Simulation:

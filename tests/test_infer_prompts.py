@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infer.benchmark import BenchmarkOptions
+from infer.benchmarking.questions import all_questions, first_questions
 from infer.command import main
 from infer.errors import InputError
 from infer.loading import Loaded
 from infer.prompt_file import Prompt, read_jsonl_texts, read_prompts
 from infer.prompts import BUILT_IN, find_prompts
-from infer.questions import all_questions, first_questions
 from infer.terminal import Terminal
 from tests import tiny
 
@@ -204,9 +204,9 @@ def test_answers_read_back_as_spec_bench_does_are_the_tables_numbers(tiny_checkp
 
 
 def test_a_failed_turn_leaves_its_question_out(loaded, tmp_path):
-    from infer.arms import plain
-    from infer.measurement import Measured
-    from infer.spec_bench import write_answers
+    from infer.benchmarking.arms import plain
+    from infer.benchmarking.measurement import Measured
+    from infer.benchmarking.spec_bench import write_answers
 
     prompts = [Prompt(messages=(("user", "one"),), turns=("two",)), Prompt(messages=(("user", "three"),))]
     questions = all_questions(loaded, prompts, BenchmarkOptions(max_new_tokens=3), Terminal())

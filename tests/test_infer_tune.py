@@ -7,13 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import layerskip
-from infer import tuning
 from infer.command import main
 from infer.options import ModelOptions
 from infer.tune import TuneOptions
-from infer.tune_choice import OFF, decide, how_to_use
-from infer.tune_report import rows
-from infer.tuning import candidates, rivals, setting_of
+from infer.tuning import run as tuning
+from infer.tuning.choice import OFF, decide, how_to_use
+from infer.tuning.report import rows
+from infer.tuning.run import candidates, rivals, setting_of
 from layerskip.card import write_model_card
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, tuned_setting
@@ -36,8 +36,8 @@ def tune(folder, capsys, *flags: str) -> tuple[str, dict, str]:
 @pytest.fixture(autouse=True)
 def timed_once(monkeypatch):
     """What is timed here is only shown and added up."""
-    monkeypatch.setattr("infer.tune_evidence._REPEATS", 1)
-    monkeypatch.setattr("infer.tune_evidence._SECONDS", 0.0)
+    monkeypatch.setattr("infer.tuning.evidence._REPEATS", 1)
+    monkeypatch.setattr("infer.tuning.evidence._SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Ways to decode, side by side: what `infer benchmark` measures, and how it is shown."""

@@ -1,0 +1,1 @@
+"""Quality of every exit: what `infer evaluate` measures."""

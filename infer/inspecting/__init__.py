@@ -1,0 +1,1 @@
+"""What each layer would say: what `infer inspect` shows."""

@@ -1,0 +1,1 @@
+"""Requests under load: what `infer load` measures."""
