@@ -1,7 +1,6 @@
 """`benchmark`: speed and exactness against plain decoding, all arms in one process, prompt by prompt."""
 
 import argparse
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from infer.benchmarking.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
 from infer.errors import InputError
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positives, seconds, seed
+from infer.outputs import check_file, check_matplotlib
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.speculation import Tuned, add_drafting_flags
@@ -144,13 +144,10 @@ def read_options(arguments: argparse.Namespace) -> BenchmarkOptions:
             raise InputError("--answers are of the arms of --arms, and --equal-budget has none: leave one out")
         if options.answers.exists() and not options.answers.is_dir():
             raise InputError(f"--answers {options.answers} is a file: name a folder, for a file of each arm")
-    for flag, file in (("--json", options.json), ("--html", options.html)):
-        if file is not None and not file.parent.is_dir():
-            raise InputError(f"{flag} {file}: there is no folder {file.parent}: make it first")
-        if file is not None and file.is_dir():
-            raise InputError(f"{flag} {file} is a folder: name a file")
-    if options.html is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--html needs matplotlib, which is not installed: pip install matplotlib")
+    check_file("--json", options.json)
+    check_file("--html", options.html)
+    if options.html is not None:
+        check_matplotlib("--html")
     return options
 
 

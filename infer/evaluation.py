@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.errors import InputError
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positive, positives
+from infer.outputs import check_file
 from infer.prompt_file import read_jsonl_texts
 from infer.prompts import find_prompts
 from infer.source import local_folder
@@ -127,8 +128,7 @@ def read_options(arguments: argparse.Namespace) -> EvaluateOptions:
     if arguments.text and (arguments.prompts or options.own_text):
         other = "--prompts" if arguments.prompts else "--own-text"
         raise InputError(f"--text is read as it is, and {other} is about prompts: leave one of the two out")
-    if options.json is not None and not options.json.parent.is_dir():
-        raise InputError(f"--json {options.json}: there is no folder {options.json.parent}: make it first")
+    check_file("--json", options.json)
     if options.include_path is not None and not options.include_path.is_dir():
         raise InputError(f"--include-path {options.include_path} is no folder: give one with the tasks' YAML files")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:

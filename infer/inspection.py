@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.errors import InputError
 from infer.generate import read_prompt
 from infer.options import DecodingOptions, ModelOptions, add_model_flags, number
+from infer.outputs import check_file
 from infer.source import local_folder
 from infer.speculation import SpeculationOptions, add_speculation_flags
 from infer.terminal import Terminal
@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, look; returns the exit code."""
     options = InspectOptions(SpeculationOptions.read(arguments), arguments.max_new_tokens, arguments.html)
     local_folder(arguments.model)
-    if options.html is not None and not options.html.parent.is_dir():
-        raise InputError(f"--html {options.html}: there is no folder {options.html.parent}: make it first")
+    check_file("--html", options.html)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
 
     from infer.inspecting.run import inspect_text  # here, so that wrong flags are told before seconds of imports

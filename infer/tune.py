@@ -1,7 +1,6 @@
 """`tune`: choose how to draft, from one pass over the model's own text and what the stages cost on this machine."""
 
 import argparse
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ from infer.options import (
     seed,
     share,
 )
+from infer.outputs import check_picture
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.speculation import tree
 from infer.terminal import Terminal
 
-_PICTURES = (".png", ".svg", ".pdf")
 TREES = ("s2_k2_d3", "s3_k2_d5", "s4_k2_d6", (2, 1), (2, 1, 1))  # those not deeper than chains may be long
 
 
@@ -118,13 +117,7 @@ def read_options(arguments: argparse.Namespace) -> TuneOptions:
         raise InputError("--tree none leaves trees out, and another --tree names one: give one of them")
     options = TuneOptions(**given | {"exit_layers": tuple(exits) if exits else None, "trees": trees})
     options.decoding()  # contradictions of the sampling
-    if options.png is not None:
-        if options.png.suffix.lower() not in _PICTURES:
-            raise InputError(f"--png {options.png}: name it with one of {', '.join(_PICTURES)}")
-        if not options.png.parent.is_dir():
-            raise InputError(f"--png {options.png}: there is no folder {options.png.parent}: make it first")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise InputError("--png needs matplotlib, which is not installed: pip install matplotlib")
+    check_picture("--png", options.png)
     return options
 
 

@@ -120,6 +120,7 @@ def test_own_text_is_what_the_model_says(tiny_checkpoint, capsys, tmp_path):
         (["--text", "{tmp}/no.txt", "--own-text"], "--text is read as it is, and --own-text is about prompts"),
         (["--exits", "9"], "exit_layer=9 is out of range"),
         (["--json", "{tmp}/nowhere/a.json"], "there is no folder {tmp}/nowhere"),
+        (["--json", "{tmp}"], "--json {tmp} is a folder: name a file"),
     ],
 )
 def test_errors_come_before_the_weights_are_read(argv, said, tiny_checkpoint, tmp_path, capsys, monkeypatch):

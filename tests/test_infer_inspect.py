@@ -198,6 +198,7 @@ def test_the_command_shows_the_tuned_decoding(tiny_checkpoint, tokenizer, tmp_pa
     ("argv", "said"),
     [
         (["x", "--html", "{tmp}/nowhere/a.html"], "there is no folder {tmp}/nowhere"),
+        (["x", "--html", "{tmp}"], "--html {tmp} is a folder: name a file"),
         (["x", "--max-new-tokens", "-1"], "argument --max-new-tokens: '-1' is not a whole number, 0 or more"),
         (["x", "--exit-layer", "9"], "exit_layer=9 is out of range"),
         ([""], "PROMPT is empty"),

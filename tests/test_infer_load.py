@@ -232,6 +232,7 @@ def test_where_drafting_pays_is_said(speeds, said):
         (("--arms", "plain,block"), "'block' is no arm"),
         (("--png", "/nowhere/x.png"), "--png /nowhere/x.png: there is no folder /nowhere"),
         (("--json", "/nowhere/x.json"), "--json /nowhere/x.json: there is no folder /nowhere"),
+        (("--json", "/tmp"), "--json /tmp is a folder: name a file"),
         (("--png", "x.bmp"), "--png x.bmp: name it with one of"),
         (("--clock", "processor"), "--clock processor would count every thread's time: add --threads 1"),
         (("--max-new-tokens", "250"), "--prompt-tokens 64 and --max-new-tokens 250 make 314"),

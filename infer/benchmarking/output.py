@@ -1,6 +1,5 @@
 """What a comparison puts out: what its numbers are about, tables for people, the record, the page."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from infer.benchmarking import report
 from infer.conditions import describe, fingerprint, process_peak_bytes
 from infer.loading import Loaded
 from infer.options import DecodingOptions
+from infer.outputs import write_record
 from infer.prompts import Prompts
 from infer.terminal import Terminal
 
@@ -70,11 +70,9 @@ def show(result: dict[str, Any], mode: str, terminal: Terminal, verbose: bool = 
 def write(result: dict[str, Any], options: BenchmarkOptions, terminal: Terminal) -> None:
     """The record as the last line of standard output, and in a file and as a page if asked for."""
     result["process_peak_bytes"] = process_peak_bytes()
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if options.html is not None:
         from infer.benchmarking.page import benchmark_page  # here: matplotlib takes a second
 
         options.html.write_text(benchmark_page(result), encoding="utf-8")
         terminal.note(f"wrote {options.html}")
-    print(json.dumps(result, allow_nan=False))
+    write_record(result, options.json)

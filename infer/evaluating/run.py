@@ -1,7 +1,6 @@
 """`evaluate` itself: which exits, on text and on tasks; tables, then one line of JSON."""
 
 import importlib.metadata
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from infer.evaluating.text import measure_text
 from infer.evaluation import EvaluateOptions
 from infer.loading import Loaded, choose_setting, load
 from infer.options import ModelOptions
+from infer.outputs import write_record
 from infer.terminal import Terminal
 from infer.tuning.evidence import candidates
 from layerskip.anatomy import num_layers
@@ -47,9 +47,7 @@ def evaluate(
             terminal.note(f"{loaded.name} carries no tuned setting: give --exit-layers, or run tune --write before")
         result["tasks"] = measure_tasks(loaded, options, task_exits(options, exits, setting), setting, terminal)
         evaluation_report.show_tasks(result, terminal)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    print(json.dumps(result, allow_nan=False))
+    write_record(result, options.json)
     return 0
 
 

@@ -1,6 +1,5 @@
 """What a load test is asked for. Nothing here imports torch."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from infer.benchmark import BenchmarkOptions
 from infer.errors import InputError
 from infer.options import ModelOptions
+from infer.outputs import check_file, check_picture
 from infer.prompts import Prompts
 from infer.serving.arrivals import ClosedLoop, Level, OpenLoop
 from infer.serving.metrics import Objective
@@ -17,7 +17,6 @@ BATCHINGS = ("continuous", "static")
 CLOCKS = ("wall", "processor")
 DEFAULT_ARMS = ("plain", "loop", "chain", "hybrid")
 DEFAULT_CONCURRENCY = (1, 2, 4, 8)
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,8 @@ class LoadOptions:
 
     def check(self, model: ModelOptions) -> None:
         """Raise `InputError` if what is found out could not be written in the end, or the clock would not tell."""
-        for flag, path in (("--json", self.json), ("--png", self.png)):
-            if path is not None and not path.parent.is_dir():
-                raise InputError(f"{flag} {path}: there is no folder {path.parent}: make it first")
-        if self.png is not None:
-            if self.png.suffix.lower() not in _PICTURES:
-                raise InputError(f"--png {self.png}: name it with one of {', '.join(_PICTURES)}")
-            if importlib.util.find_spec("matplotlib") is None:
-                raise InputError("--png needs matplotlib, which is not installed: pip install matplotlib")
+        check_file("--json", self.json)
+        check_picture("--png", self.png)
         if self.clock == "processor":
             self._check_processor_clock(model)
 

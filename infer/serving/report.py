@@ -1,6 +1,5 @@
 """A load test's numbers: a table, what they mean for drafting, a record and a picture."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,6 @@ def pays_line(records: Sequence[dict[str, Any]], arm: str, baseline: str) -> str
     else:
         end = "more at every level"
     return f"{arm} over {baseline}, output tokens/s: {said}: {end}"
-
-
-def write(result: dict[str, Any], file: Path | None) -> None:
-    """The record as the last line of standard output, and in a file if asked for."""
-    if file is not None:
-        file.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    print(json.dumps(result, allow_nan=False))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

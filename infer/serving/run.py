@@ -15,13 +15,14 @@ from infer.conditions import conditions
 from infer.errors import InputError
 from infer.loading import Loaded
 from infer.options import DecodingOptions, ModelOptions
+from infer.outputs import write_record
 from infer.prompts import Prompts
 from infer.serving.arrivals import ClosedLoop, Level, Prompt, SkippingClock
 from infer.serving.engines import LoopEngine, PlainEngine
 from infer.serving.level import Outcome, run_level
 from infer.serving.metrics import summarize
 from infer.serving.options import LoadOptions
-from infer.serving.report import draw, record, show, write
+from infer.serving.report import draw, record, show
 from infer.serving.worker import Engine, Request
 from infer.speculation import in_flags
 from infer.terminal import Advance, Terminal
@@ -75,7 +76,7 @@ def load_test(model: ModelOptions, options: LoadOptions, prompts: Prompts, termi
     show(result, terminal)
     if options.png is not None:
         draw(result, options.png)
-    write(result, options.json)
+    write_record(result, options.json)
     return 130 if interrupted else 0
 
 

@@ -1,0 +1,43 @@
+"""The files that flags name for a command's results: checked before anything runs, records written alike."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from infer.errors import InputError
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """Raise `InputError` if a flag names a file that could not be written in the end; None is no file."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise InputError(f"{flag} {path}: there is no folder {path.parent}: make it first")
+    if path.is_dir():
+        raise InputError(f"{flag} {path} is a folder: name a file")
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """The same of a picture, whose name says of which kind it is."""
+    if path is None:
+        return
+    if path.suffix.lower() not in PICTURES:
+        raise InputError(f"{flag} {path}: name it with one of {', '.join(PICTURES)}")
+    check_file(flag, path)
+    check_matplotlib(flag)
+
+
+def check_matplotlib(flag: str) -> None:
+    """Raise `InputError` where what a flag asks for cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"{flag} needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def write_record(result: dict[str, Any], file: Path | None) -> None:
+    """The record as the last line of standard output, and in a file if asked for."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    print(json.dumps(result, allow_nan=False))
