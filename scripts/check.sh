@@ -15,7 +15,7 @@ python -m pytest -m "not gpu" -n 2 --dist loadfile "$@"
 overlay=$(python -c 'import sys; print(sys.prefix)')/transformers-$oldest
 [ -d "$overlay" ] || python -m pip install --quiet --no-deps --target "$overlay" "transformers==$oldest"
 PYTHONPATH=$overlay python -m pytest -n 2 --dist loadfile \
-  tests/test_layerskip_{stages,cache,decoding,generation,batch,recipe,forecast}.py
+  tests/test_layerskip_{stages,cache,decoding,generation,batch,recipe,forecast,adaptive,custom_generate}.py
 
 # DeepSpeed likewise: in the environment itself it would add seconds to every import of transformers. It compiles
 # an operator at its first start.
