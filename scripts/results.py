@@ -148,11 +148,11 @@ def batches(found: dict[str, Any]) -> list[str]:
 
 
 def budget(found: dict[str, Any]) -> list[str]:
-    """The chain and the fastest tree of each budget."""
+    """The chain and the fastest tree of each budget, by the names that `budget_arms` gives them."""
     rows = list(header(("", "shape", "× plain `generate`", "tokens a round", "accepted")))
     groups: list[list[dict[str, Any]]] = []
     for each in found["greedy"][1:]:
-        if each["arm"] == found["greedy"][1]["arm"]:
+        if each["arm"].startswith("chain"):
             groups.append([])
         groups[-1].append(each)
     for chain, *trees in groups:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def script(name: str):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for what their annotations name
     spec.loader.exec_module(module)
     return module
 
@@ -61,6 +63,23 @@ def test_what_a_recipe_costs_is_measured_on_recipes_that_fit():
 @pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead", "adaptive"])
 def test_scripts_say_how_they_are_run(name):
     assert f"python scripts/{name}.py" in script(name).__doc__
+
+
+def test_every_budget_shows_its_chain_and_the_fastest_tree_beside_it():
+    shapes = ["plain -", "chain 4", "tree s2_k2_d4", "chain 6", "tree s3_k2_d6", "tree s4_k2_d6"]
+    speeds = [1.0, 1.2, 1.3, 1.1, 1.5, 1.4]
+    arms = [
+        {"arm": f"{kind}, {drafts[-1]} verified", "drafts": drafts, "error": None}
+        | dict.fromkeys(("tokens_per_second", "speedup", "mean_acceptance_length", "draft_acceptance_rate"), speed)
+        for (kind, drafts), speed in zip((shape.split() for shape in shapes), speeds, strict=True)
+    ]
+    rows = script("results").budget({"greedy": arms})[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| chain", "4", "1.20"],
+        ["| the fastest of 1 trees", "s2_k2_d4", "1.30"],
+        ["| chain", "6", "1.10"],
+        ["| the fastest of 2 trees", "s3_k2_d6", "1.50"],
+    ]
 
 
 @pytest.mark.slow
