@@ -1,8 +1,9 @@
-"""Files that live beside a checkpoint's weights and are named in its config, under our key."""
+"""Files that live beside a checkpoint's weights: those its config names, under our key, and how any is written."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -32,6 +33,14 @@ def find_companion(config: PreTrainedConfig, key: str, file: str, way_out: str) 
             f"weights: {way_out}"
         )
     return Path(path)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file of a checkpoint, whole or not at all; returns it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path
 
 
 def _commit(config: PreTrainedConfig) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from layerskip.companion import write_whole
 from layerskip.generation import generate as speculate
 from layerskip.settings import Setting, resolve_setting
 
@@ -114,11 +115,8 @@ def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     """Have the checkpoint in `folder` carry its decoding; returns the file. Written whole or not at all."""
     path = Path(folder) / FOLDER / "generate.py"
     path.parent.mkdir(exist_ok=True)
-    for file, text in ((path.with_name("requirements.txt"), REQUIREMENTS), (path, SOURCE)):
-        partial = file.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, file)
-    return path
+    write_whole(path.with_name("requirements.txt"), REQUIREMENTS)
+    return write_whole(path, SOURCE)
 
 
 def remove_custom_generate(folder: str | os.PathLike[str]) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.anatomy import device_of
-from layerskip.companion import find_companion
+from layerskip.companion import find_companion, write_whole
 from layerskip.settings import KEY, carried
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -106,9 +106,7 @@ def store_draft_vocabulary(folder: str | os.PathLike[str], token_ids: Tensor) ->
     partial = path.with_suffix(".partial")
     save_file({_NAME: token_ids.detach().cpu().contiguous()}, partial)
     os.replace(partial, path)
-    partial = config_path.with_suffix(".partial")
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, config_path)
+    write_whole(config_path, json.dumps(config, indent=2) + "\n")
     return path
 
 
