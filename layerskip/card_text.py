@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from layerskip.card_metadata import hub_id, sources
-from layerskip.run_record import RunRecord
+from layerskip.run_record import RunRecord, setting_in_words
 
 
 def introduction(name: str, run: RunRecord, base_model: Any) -> str:
@@ -25,11 +25,8 @@ def introduction(name: str, run: RunRecord, base_model: Any) -> str:
         "well enough to propose tokens, and the remaining layers verify them, several in one pass. The "
         "output is that of the whole model. There is one set of weights and no second model to load."
     )
-    setting = run.setting
-    if setting.get("exit_layer") and run.num_layers:
-        drafts, tree = f"up to {setting.get('num_draft_tokens')} tokens a step", setting.get("tree")
-        drafts = drafts if tree is None else f"candidate trees ({tree if isinstance(tree, str) else list(tree)})"
-        text += f" Tuned setting: {setting['exit_layer']} of {run.num_layers} layers draft {drafts}."
+    if run.setting and run.num_layers:
+        text += f" Tuned setting: {setting_in_words(run.setting, run.num_layers)}."
     size = (run.layerskip.get("draft_vocabulary") or {}).get("size")
     if size:
         text += f" The draft's head knows the {size:,} most frequent tokens; the others only the whole model says."
@@ -40,15 +37,7 @@ def introduction(name: str, run: RunRecord, base_model: Any) -> str:
     return text
 
 
-def usage(name: str, run: RunRecord) -> str:
-    """Three ways, or four: transformers, layerskip, a server, and the checkpoint's own code."""
-    arguments, comment = "", "  # drafts as the checkpoint was tuned to"
-    if not run.setting.get("exit_layer"):
-        exit_layer = next(iter(run.layerskip.get("exits") or {}), "2")
-        arguments = f", exit_layer={exit_layer}, num_draft_tokens=4"
-        comment = "  # this checkpoint carries no tuned setting"
-    parts = [
-        f"""## How to use
+_TRANSFORMERS = """## How to use
 
 An ordinary `transformers` checkpoint:
 
@@ -67,24 +56,32 @@ The same output by self-speculative decoding, with the `layerskip` library:
 ```python
 import layerskip
 
-output = layerskip.generate(model, **inputs, max_new_tokens=64{arguments}){comment}
-```""",
-        f"""Behind an OpenAI-compatible server (`pip install 'transformers[serving]'`):
-
-```sh
-transformers serve {name}{" --trust-remote-code" if run.custom_generate else ""}
-```""",
-    ]
-    if run.custom_generate:
-        parts.insert(
-            1,
-            f"""The checkpoint brings code that does so by itself (it imports the same library), if it is trusted:
+output = layerskip.generate(model, **inputs, max_new_tokens=64{drafting}
+```"""
+_OWN_CODE = """The checkpoint brings code that does so by itself (it imports the same library), if it is trusted:
 
 ```python
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 output = model.generate(**inputs, max_new_tokens=64)  # drafts, and verifies
-```""",
-        )
+```"""
+_SERVER = """Behind an OpenAI-compatible server (`pip install 'transformers[serving]'`):
+
+```sh
+transformers serve {name}{trust}
+```"""
+
+
+def usage(name: str, run: RunRecord) -> str:
+    """Three ways, or four: transformers, layerskip, the checkpoint's own code, a server."""
+    drafting = ")  # drafts as the checkpoint was tuned to"
+    if not run.setting.get("exit_layer") and run.setting.get("lookup") != "only":
+        exit_layer = next(iter(run.layerskip.get("exits") or {}), "2")
+        said = "is tuned to plain decoding" if run.setting else "carries no tuned setting"
+        drafting = f", exit_layer={exit_layer}, num_draft_tokens=4)  # this checkpoint {said}"
+    parts = [_TRANSFORMERS.format(name=name, drafting=drafting)]
+    if run.custom_generate:
+        parts.append(_OWN_CODE.format(name=name))
+    parts.append(_SERVER.format(name=name, trust=" --trust-remote-code" if run.custom_generate else ""))
     return "\n\n".join(parts)
 
 

@@ -87,7 +87,7 @@ def _untaught(exit_layer: int) -> KnownExit:
 
 
 def _promise(known: KnownExit, layers: int) -> float:
-    """Tokens that an endless chain would bring for the time of a draft token, layers alone counted."""
+    """Tokens of an endless chain over the time of a round of four drafts: in plain steps, layers alone counted."""
     return 1 / (1 - min(known.agreement, 0.99)) / (1 + 4 * known.exit_layer / layers)
 
 

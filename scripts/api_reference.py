@@ -63,7 +63,7 @@ def first_paragraph(thing: Any) -> str:
 
 def entry(name: str, thing: Any) -> str:
     """Heading, signature, docstring, and a class's methods."""
-    parts = [f"### {name}\n", block(signature(name, thing)), block(inspect.getdoc(thing) or "", "text")]
+    parts = [f"### {name}\n", block(signature(name, thing)), block(inspect.getdoc(thing) or "")]
     if inspect.isclass(thing):
         for method, value in vars(thing).items():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -80,7 +80,9 @@ def signature(name: str, thing: Any) -> str:
     except (TypeError, ValueError):
         return name
     arguments = re.sub(r"(: |-> )'([^']*)'", r"\1\2", arguments)  # annotations are kept as strings
-    arguments = arguments.replace("<factory>", "...").removesuffix(" -> None" if inspect.isclass(thing) else "\n")
+    arguments = arguments.replace("<factory>", "...")
+    if inspect.isclass(thing):
+        arguments = arguments.removesuffix(" -> None")
     if len(name + arguments) <= 100:
         return name + arguments
     parts = split(arguments)
@@ -106,9 +108,9 @@ def split(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def block(text: str, language: str = "text") -> str:
+def block(text: str) -> str:
     """Fenced."""
-    return f"```{language}\n{text}\n```\n"
+    return f"```text\n{text}\n```\n"
 
 
 def main() -> int:
