@@ -103,8 +103,7 @@ def _decode(
     loaded: Loaded, rows: Sequence[Sequence[int]], setting: Setting, options: DecodingOptions, first: int
 ) -> Iterator[Answer]:
     device = loaded.model.device
-    padding = loaded.tokenizer.pad_token_id
-    input_ids, mask = pad_left(rows, loaded.model.generation_config.pad_token_id or 0 if padding is None else padding)
+    input_ids, mask = pad_left(rows, loaded.padding)
     try:
         output = layerskip.generate(
             loaded.model,

@@ -42,6 +42,12 @@ class Loaded:
         """Positions that prompt and output may take together; None if the model sets no limit."""
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
+    @property
+    def padding(self) -> int:
+        """The token that fills rows up; which one it is does not matter, since nothing looks at it."""
+        known = (self.tokenizer.pad_token_id, self.model.generation_config.pad_token_id, 0)
+        return next(token for token in known if token is not None)
+
 
 def load(
     options: ModelOptions, exit_layers: Sequence[int | Auto | Tuned | None] = (), needs_vocabulary: bool = True
@@ -117,9 +123,12 @@ def choose_setting(
         InputError: if what the checkpoint carries does not fit it or what was asked for.
     """
     try:
-        if exit_layer == "tuned" and tuned_setting(loaded.model) is None and others.get("lookup") != "only":
-            _refuse_without_exit(loaded.name, others)
-            return None
+        if exit_layer == "tuned" and others.get("lookup") != "only":
+            tuned = tuned_setting(loaded.model)
+            if tuned is None or (tuned.exit_layer is None and tuned.lookup == "off"):
+                _refuse_without_exit(loaded.name, {"num_draft_tokens": num_draft_tokens, **others})
+            if tuned is None:
+                return None
         asked = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens, **others}
         return resolve_setting(loaded.model, **asked)
     except InputError:

@@ -55,9 +55,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Forecast, decode, compare, show; returns what is printed as JSON."""
     options = read_arguments(argv)
 
-    from infer.benchmark import BenchmarkOptions
-    from infer.benchmarking.comparison import encode
     from infer.benchmarking.output import name_of
+    from infer.benchmarking.questions import encode
     from infer.conditions import conditions
     from infer.loading import load
     from infer.options import ModelOptions
@@ -78,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     loaded = load(ModelOptions(options.model, options.dtype, None, options.threads), exits)
     prompts = find_prompts(options.prompts, local_folder(options.model), need_validation=True)
-    lengths = BenchmarkOptions(num_prompts=options.num_prompts, max_new_tokens=options.max_new_tokens)
-    validation, test = (encode(loaded, texts, lengths) for texts in (prompts.validation, prompts.test))
+    validation, test = (encode(loaded, texts, tuning) for texts in (prompts.validation, prompts.test))
     start = perf_counter()
     evidence = look(loaded, tuning, validation, terminal)
     seconds = perf_counter() - start

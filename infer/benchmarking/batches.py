@@ -10,10 +10,11 @@ from torch import Tensor
 
 from infer.benchmark import BenchmarkOptions
 from infer.benchmarking.arms import Arm, Output, plain
-from infer.benchmarking.comparison import choose, encode
+from infer.benchmarking.comparison import choose, in_mode
 from infer.benchmarking.families import load_families
 from infer.benchmarking.measurement import Protocol
 from infer.benchmarking.output import modes, name_of, scope, write
+from infer.benchmarking.questions import encode
 from infer.conditions import conditions, describe
 from infer.errors import InputError, first_line
 from infer.loading import Loaded
@@ -66,9 +67,7 @@ def compare_batches(model: ModelOptions, options: BenchmarkOptions, prompts: Pro
         "batches": {},
     }
     for name, decoding in modes(options).items():
-        arms = [
-            arm for arm, family in zip(chosen, families, strict=True) if name == "sampled" or not family.sampled_only
-        ]
+        arms = in_mode(name, chosen, families)
         arguments, records = decoding.generate_arguments(), []
         calls = [1 + options.repeats * num_batches(len(rows), size) for size in options.batch_sizes]
         with terminal.progress(sum(calls) * (1 + len(arms))) as advance:
@@ -141,8 +140,7 @@ def _measure_size(
 
 
 def _padded(loaded: Loaded, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    padding = loaded.tokenizer.pad_token_id
-    ids, mask = pad_left(rows, loaded.model.generation_config.pad_token_id or 0 if padding is None else padding)
+    ids, mask = pad_left(rows, loaded.padding)
     return ids.to(loaded.model.device), mask.to(loaded.model.device)
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from infer.benchmark import BenchmarkOptions
 from infer.benchmarking.arms import Arm, plain, self_speculative
-from infer.benchmarking.comparison import encode, measure_arms
+from infer.benchmarking.comparison import measure_arms
 from infer.benchmarking.families import grid_of, load_families
 from infer.benchmarking.measurement import Protocol
 from infer.benchmarking.output import modes, name_of, scope, show, write
+from infer.benchmarking.questions import encode
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.loading import Loaded

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -30,29 +30,45 @@ class Question:
     turn: int = 0
 
 
-def encode(loaded: Loaded, prompts: Sequence[Prompt | str], options: BenchmarkOptions) -> list[Tensor]:
+class Lengths(Protocol):
+    """How many prompts, and how long they and their outputs may be: of any command's options."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts at most."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens to which texts are cut."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of an output at most."""
+
+
+def encode(loaded: Loaded, prompts: Sequence[Prompt | str], lengths: Lengths) -> list[Tensor]:
     """The first turns of `first_questions`, as (1, length) ids; texts are prompts to be continued."""
     whole = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return [question.input_ids for question in first_questions(loaded, whole, options)]
+    return [question.input_ids for question in first_questions(loaded, whole, lengths)]
 
 
-def first_questions(loaded: Loaded, prompts: Sequence[Prompt], options: BenchmarkOptions) -> list[Question]:
+def first_questions(loaded: Loaded, prompts: Sequence[Prompt], lengths: Lengths) -> list[Question]:
     """The first turns of the first `num_prompts` prompts that fit. Texts are cut to `prompt_tokens` tokens,
     conversations stay whole; those that do not fit are told on standard error.
 
     Raises:
         InputError: if texts and outputs do not fit the model together, or no prompt does.
     """
-    limit, longest = loaded.max_positions, options.prompt_tokens + options.max_new_tokens
+    limit, longest = loaded.max_positions, lengths.prompt_tokens + lengths.max_new_tokens
     if limit is not None and longest > limit and any(prompt.text for prompt in prompts):
         raise InputError(
-            f"--prompt-tokens {options.prompt_tokens} and --max-new-tokens {options.max_new_tokens} make "
+            f"--prompt-tokens {lengths.prompt_tokens} and --max-new-tokens {lengths.max_new_tokens} make "
             f"{longest}, but the model has {limit} positions: lower one"
         )
     found: list[Question] = []
     for prompt in prompts:
-        ids = prompt_ids(loaded, prompt, options.prompt_tokens)
-        if len(found) < options.num_prompts and _fits(loaded, prompt, ids, options.max_new_tokens):
+        ids = prompt_ids(loaded, prompt, lengths.prompt_tokens)
+        if len(found) < lengths.num_prompts and _fits(loaded, prompt, ids, lengths.max_new_tokens):
             found.append(Question(prompt, _row(loaded, ids)))
     if prompts and not found:
         raise InputError("no prompt fits the model together with --max-new-tokens: give shorter ones, or lower it")

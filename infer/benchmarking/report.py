@@ -37,19 +37,19 @@ MEMORY_NOTE = (
 
 def row(record: dict[str, Any]) -> list[str]:
     """One arm's record, for the table whose columns are `COLUMNS`."""
-    head = [record["arm"], _text(record["exit_layer"]), _text(record["drafts"])]
+    head = [record["arm"], cell(record["exit_layer"]), cell(record["drafts"])]
     if record["error"] is not None:
         return [f"{head[0]}: failed, {record['error']}", *head[1:], *["-"] * (len(COLUMNS) - 3)]
     return [
         *head,
         str(record["tokens"]),
         f"{record['tokens_per_second']:.1f}",
-        _text(record.get("speedup"), ".2f"),
-        _text(record.get("median_speedup"), ".2f"),
+        cell(record.get("speedup"), ".2f"),
+        cell(record.get("median_speedup"), ".2f"),
         spread(record),
-        _text(record.get("decode_speedup"), ".2f"),
-        _text(record.get("mean_acceptance_length"), ".2f"),
-        _text(record.get("draft_acceptance_rate"), ".2f"),
+        cell(record.get("decode_speedup"), ".2f"),
+        cell(record.get("mean_acceptance_length"), ".2f"),
+        cell(record.get("draft_acceptance_rate"), ".2f"),
         equal(record),
     ]
 
@@ -74,11 +74,11 @@ def latency_row(record: dict[str, Any]) -> list[str]:
     return [
         record["arm"],
         *cells,
-        _text(record.get("requests_per_second"), ".2f"),
+        cell(record.get("requests_per_second"), ".2f"),
         str(record["num_errors"]),
         str(record["num_timeouts"]),
-        _text(record.get("warm_up_seconds"), ".2f"),
-        _text(record.get("processor_speedup"), ".2f"),
+        cell(record.get("warm_up_seconds"), ".2f"),
+        cell(record.get("processor_speedup"), ".2f"),
     ]
 
 
@@ -89,7 +89,7 @@ def round_row(record: dict[str, Any]) -> list[str]:
     shares = "/".join(f"{seconds / record['seconds']:.0%}" for seconds in parts.values()) if len(parts) > 2 else "-"
     return [
         record["arm"],
-        *(_text(record.get(name)) for name in ("num_steps", "num_drafted", "num_accepted")),
+        *(cell(record.get(name)) for name in ("num_steps", "num_drafted", "num_accepted")),
         " ".join(f"{rate:.2f}".lstrip("0") for rate in by_position) if by_position else "-",
         " ".join(map(str, histogram)) if histogram else "-",
         shares,
@@ -132,5 +132,15 @@ def tables(records: Sequence[dict[str, Any]], verbose: bool) -> list[tuple[str, 
     return [latency, rounds, memory] if verbose else [memory]
 
 
-def _text(value: float | str | None, form: str = "") -> str:
+def label(record: dict[str, Any]) -> str:
+    """An arm, and where it drafts its exit layer and what that drafts."""
+    return (
+        record["arm"]
+        if record["drafts"] is None
+        else f"{record['arm']} {record['exit_layer'] or '-'}/{record['drafts']}"
+    )
+
+
+def cell(value: float | str | None, form: str = "") -> str:
+    """A value in a format; `-` where there is none."""
     return "-" if value is None else format(value, form)

@@ -18,6 +18,7 @@ from typing import Any
 from infer.benchmarking.arms import Output
 from infer.benchmarking.measurement import Measured
 from infer.benchmarking.questions import Question, answer_text
+from infer.benchmarking.report import cell, label
 from infer.loading import Loaded
 from infer.terminal import Terminal
 
@@ -60,9 +61,9 @@ def show_categories(result: dict[str, Any], mode: str, terminal: Terminal) -> No
     if not records:
         return
     baseline = result[mode][0]["by_category"]
-    columns = ("category", "calls", "plain tokens/s", *(_heading(record) for record in records))
+    columns = ("category", "calls", "plain tokens/s", *(label(record) for record in records))
     rows = [
-        [name, str(plain["num_calls"]), _number(plain["tokens_per_second"], ".1f")]
+        [name, str(plain["num_calls"]), cell(plain["tokens_per_second"], ".1f")]
         + [_cell(record["by_category"][name]) for record in records]
         for name, plain in baseline.items()
     ]
@@ -70,18 +71,9 @@ def show_categories(result: dict[str, Any], mode: str, terminal: Terminal) -> No
     terminal.table(f"{result['model']}, {mode}, speedup by category", columns, rows, note)
 
 
-def _heading(record: dict[str, Any]) -> str:
-    exit_layer, drafts = record["exit_layer"], record["drafts"]
-    return record["arm"] if drafts is None else f"{record['arm']} {exit_layer or '-'}/{drafts}"
-
-
 def _cell(part: dict[str, Any]) -> str:
     length = part["mean_acceptance_length"]
-    return _number(part["speedup"], ".2f") + ("" if length is None else f" ({length:.2f})")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return cell(part["speedup"], ".2f") + ("" if length is None else f" ({length:.2f})")
 
 
 def write_answers(

@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
-from infer.benchmarking.comparison import name_of
+from infer.benchmarking.output import name_of
 from infer.conditions import conditions
 from infer.evaluating import report as evaluation_report
 from infer.evaluating.text import measure_text

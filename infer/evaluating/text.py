@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.benchmark import BenchmarkOptions
-from infer.benchmarking.comparison import encode
+from infer.benchmarking.questions import encode
 from infer.errors import InputError
 from infer.evaluation import MODEL_WINDOW, EvaluateOptions
 from infer.loading import Loaded
@@ -68,11 +67,8 @@ def text_inputs(
 
 def own_inputs(loaded: Loaded, texts: Sequence[str], options: EvaluateOptions) -> list[dict[str, Tensor]]:
     """The same for what the model itself writes, greedily, after the prompts."""
-    lengths = BenchmarkOptions(
-        num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens, max_new_tokens=options.max_new_tokens
-    )
     decoding = TuneOptions(max_new_tokens=options.max_new_tokens, max_draft_tokens=0)
-    return continuations(loaded, decoding, encode(loaded, texts, lengths))
+    return continuations(loaded, decoding, encode(loaded, texts, options))
 
 
 def measure_text(

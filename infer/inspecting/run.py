@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from infer.benchmarking.comparison import name_of
+from infer.benchmarking.output import name_of
 from infer.errors import InputError
 from infer.generate import NO_EXIT
 from infer.inspecting import page as inspection_page

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.benchmarking.arms import Arm
+from infer.benchmarking.report import cell, label
 from infer.conditions import describe
 from infer.serving.arrivals import Level
 from infer.terminal import Terminal
@@ -128,22 +129,17 @@ def _level(each: dict[str, Any]) -> str:
 
 
 def _row(each: dict[str, Any], objective: bool) -> list[str]:
-    label = each["arm"] if each["drafts"] is None else f"{each['arm']} {each['exit_layer'] or '-'}/{each['drafts']}"
     cells = [
-        label,
+        label(each),
         _level(each),
         f"{each['completed']}/{each['num_requests']}",
-        _number(each["output_throughput"], ".1f"),
-        _number(each["request_throughput"], ".2f"),
+        cell(each["output_throughput"], ".1f"),
+        cell(each["request_throughput"], ".2f"),
         *(_times(each, name) for name in ("ttft", "tpot", "itl")),
         _times(each, "e2el", scale=1000, form=".2f"),
         f"{each['equal_outputs']}/{each['completed']}",
     ]
-    return [*cells, _number(each["request_goodput"], ".2f")] if objective else cells
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return [*cells, cell(each["request_goodput"], ".2f")] if objective else cells
 
 
 def _times(each: dict[str, Any], name: str, scale: float = 1, form: str | None = None) -> str:

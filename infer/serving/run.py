@@ -9,8 +9,9 @@ from typing import Any
 
 from infer.benchmark import BenchmarkOptions
 from infer.benchmarking.arms import Arm, plain
-from infer.benchmarking.comparison import encode, name_of
 from infer.benchmarking.families import load_families
+from infer.benchmarking.output import name_of
+from infer.benchmarking.questions import encode
 from infer.conditions import conditions
 from infer.errors import InputError
 from infer.loading import Loaded
