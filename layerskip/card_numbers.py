@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from layerskip.card_text import cell, table
-from layerskip.run_record import RunRecord
+from layerskip.run_record import RunRecord, drafts_in_words
 
 
 def quality(run: RunRecord) -> str:
@@ -94,9 +94,16 @@ def _forecast(evaluation: dict[str, Any]) -> str:
     conditions = ", ".join(f"{name} {cell(value)}" for name, value in known.items())
     interval = forecast.get("interval")
     spread = f" (9 in 10: {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+    measured, known = setting.get("measured") or {}, "Not measured yet."
+    if measured.get("speedup"):
+        known = (
+            "Measured when it was tuned, on a few other prompts: "
+            f"{cell(measured.get('mean_acceptance_length'), 2)} tokens a verify step, {measured['speedup']:.2f} times "
+            "plain `generate`."
+        )
     return (
-        "## Speed\n\nNot measured yet. Forecast from how the model continues held-out prompts and what each stage "
-        f"costs, for exit layer {setting.get('exit_layer')} and {setting.get('num_draft_tokens')} drafted tokens: "
+        f"## Speed\n\n{known} Forecast from how the model continues held-out prompts and what each stage costs, for "
+        f"exit layer {setting.get('exit_layer')} and {drafts_in_words(setting)}: "
         f"{forecast['mean_acceptance_length']:.2f} tokens a verify step, {forecast['speedup']:.2f} times{spread} "
         f"plain decoding in the same loop ({conditions})."
     )

@@ -15,6 +15,7 @@ A run folder holds an ordinary Hugging Face checkpoint and, where they are known
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,34 @@ def read_run(folder: Path) -> RunRecord:
         pictures=tuple(sorted(p.relative_to(folder).as_posix() for name in PICTURES for p in folder.glob(name))),
         custom_generate=(folder / "custom_generate" / "generate.py").is_file(),
     )
+
+
+def setting_in_words(setting: dict[str, Any], num_layers: int) -> str:
+    """A setting, as `settings.Setting` is stored: who drafts, and what."""
+    exit_layer, lookup = setting.get("exit_layer"), setting.get("lookup", "off")
+    if lookup == "only":
+        return "drafts come from a prompt lookup alone"
+    if exit_layer is None:
+        return "plain decoding, without drafts"
+    number = setting.get("num_draft_tokens")
+    drafts = "as many tokens a step as pay" if number == "auto" else f"up to {number} tokens a step"
+    if setting.get("tree") is not None:
+        drafts = f"candidate trees ({_tree_name(setting['tree'])})"
+    who = f"{exit_layer} of {num_layers} layers draft"
+    if exit_layer == "auto":
+        who = "in each step the exit that pays best, or none, drafts"
+    also = {"hybrid": ", where a prompt lookup finds nothing", "branch": ", beside what a prompt lookup finds"}
+    return f"{who} {drafts}{also.get(lookup, '')}"
+
+
+def drafts_in_words(setting: dict[str, Any]) -> str:
+    """What the setting's exit drafts a step: "4 drafted tokens", "trees 2,1,1"."""
+    tree = setting.get("tree")
+    return f"{setting.get('num_draft_tokens')} drafted tokens" if tree is None else f"trees {_tree_name(tree)}"
+
+
+def _tree_name(tree: str | Sequence[int]) -> str:
+    return tree if isinstance(tree, str) else ",".join(map(str, tree))
 
 
 def local_folder(name: Any, run_dir: Path) -> Path | None:

@@ -173,6 +173,8 @@ def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
         base.pop("tree", None)
     if "exit_layer" in asked and asked["exit_layer"] is None:
         base.pop("lookup", None)
+    elif "exit_layer" in asked and tuned is not None and tuned.exit_layer is None:  # what is off has no length to keep
+        base = {name: base[name] for name in ("num_lookup_tokens", "draft_vocabulary")}
     if asked.get("tree") is not None:
         base.pop("draft_stop", None)
     if AUTO in (asked.get("exit_layer"), asked.get("num_draft_tokens")):

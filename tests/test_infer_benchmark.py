@@ -432,6 +432,7 @@ def test_an_architecture_that_decodes_no_batches_is_a_row_that_says_so(tiny_chec
         (("--equal-budget", "--exit-layers", "1,2"), "at one exit layer: give one in --exit-layers"),
         (("--exit-layers", "2", "--tree", "s3_k1_d9"), "--tree s3_k1_d9: d is the number"),
         (("--arms", "lookup,tree"), "carries no tuned exit layer to measure: give --exit-layers"),
+        (("--exit-layers", "2", "--num-draft-tokens", "300"), "--num-draft-tokens 300 is more than 256: draft fewer"),
         (("--arms", "early-exit", "--exit-layers", "1", "--batch-sizes", "2"), "--batch-sizes compares arms that"),
     ],
 )

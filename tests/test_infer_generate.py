@@ -15,7 +15,7 @@ from infer.options import DecodingOptions, ModelOptions
 from infer.streaming import Span, Splitter, stream
 from infer.terminal import Terminal
 from layerskip import Piece, Step
-from layerskip.settings import Setting, store_setting
+from layerskip.settings import Setting, resolve_setting, store_setting
 from tests import tiny
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -85,6 +85,28 @@ def test_exit_layer_none_is_plain_decoding_whatever_the_checkpoint_says(tiny_che
     model.save_pretrained(tiny_checkpoint)
     _, err = generate(tiny_checkpoint, capsys, "--exit-layer", "none")
     assert "plain decoding" in err
+
+
+def test_an_exit_layer_drafts_where_the_checkpoint_is_tuned_to_off(tiny_checkpoint, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    store_setting(model, Setting(None, 0))
+    model.save_pretrained(tiny_checkpoint)
+    assert resolve_setting(model) == Setting(None, 0)
+    assert resolve_setting(model, exit_layer=2) == Setting(2, 4)
+    assert resolve_setting(model, exit_layer=2, num_draft_tokens=3, tree="s2_k2_d3").tree == "s2_k2_d3"
+    _, err = generate(tiny_checkpoint, capsys, "--exit-layer", "2")
+    assert "draft_acceptance_rate" in err
+    for flags in (("--tree", "2,1"), ("--num-draft-tokens", "3"), ("--draft-stop", "0.4")):
+        assert main(["generate", str(tiny_checkpoint), "def", *flags]) == 2
+        assert f"{flags[0]} goes with an early exit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lookup", ["only", "off"])
+def test_an_exit_that_is_asked_for_takes_a_tuned_lookups_place(lookup):
+    model = tiny.llama()
+    store_setting(model, Setting(None, 0, lookup=lookup))
+    assert resolve_setting(model, exit_layer=2) == Setting(2, 4)
+    assert resolve_setting(model, exit_layer=2, lookup="hybrid") == Setting(2, 4, lookup="hybrid")
 
 
 def test_output_ends_at_a_stop_string(tiny_checkpoint, capsys):

@@ -455,3 +455,40 @@ def test_the_card_shows_what_was_drafted_where_it_was_no_chain(run_dir):
     text = card.model_card(run_dir)
     assert "2 of 16 layers draft candidate trees (s3_k2_d6)." in text
     assert "| self-speculative | 2 | 3,2,1 | 30.25 |" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            {"exit_layer": "auto", "num_draft_tokens": "auto"},
+            "in each step the exit that pays best, or none, drafts as",
+        ),
+        ({"exit_layer": "auto", "num_draft_tokens": 3}, "or none, drafts up to 3 tokens a step."),
+        ({"exit_layer": 2, "num_draft_tokens": "auto"}, "2 of 16 layers draft as many tokens a step as pay."),
+        ({"exit_layer": 2, "num_draft_tokens": 3, "tree": [2, 1]}, "2 of 16 layers draft candidate trees (2,1)."),
+        ({"exit_layer": 2, "num_draft_tokens": 3, "lookup": "hybrid"}, "a step, where a prompt lookup finds nothing."),
+        ({"exit_layer": None, "num_draft_tokens": 0}, "Tuned setting: plain decoding, without drafts."),
+        ({"exit_layer": None, "num_draft_tokens": 0, "lookup": "only"}, "drafts come from a prompt lookup alone."),
+    ],
+)
+def test_the_card_says_any_setting_in_words(run_dir, setting, said):
+    write(run_dir, "generation_config", {"layerskip": setting})
+    text = card.model_card(run_dir)
+    assert said in text
+    assert "auto of" not in text
+    drafts = setting["exit_layer"] is not None or "lookup" in setting
+    assert ("drafts as the checkpoint was tuned to" in text) == drafts
+    assert ("is tuned to plain decoding" in text) != drafts
+    assert "carries no tuned setting" not in text
+
+
+def test_the_card_tells_what_tune_measured_of_a_tree(run_dir):
+    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    measured = {"mean_acceptance_length": 2.375, "speedup": 1.75}
+    evaluation["setting"] |= {"tree": [2, 1, 1], "chosen_on": "tune", "measured": measured}
+    write(run_dir, "evaluation", evaluation)
+    text = card.model_card(run_dir)
+    assert "Not measured" not in text
+    assert "1.75 times plain `generate`" in text
+    assert "for exit layer 2 and trees 2,1,1: 2.50 tokens a verify step" in text

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from train import before_after
+from train import before_after, report_sections
 from train import report_figures as figures
 from train.command import load_config, main
 from train.loop import train
@@ -44,6 +44,19 @@ def curves(image: str) -> dict[str, list[tuple[float, float]]]:
             path = next(group.iter(f"{SVG}path")).get("d", "")
             lines[group.get("id")] = [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)]
     return lines
+
+
+def test_what_tune_chose_is_said_as_it_is():
+    forecast = {"speedup": 1.5, "mean_acceptance_length": 2.5}
+    setting = {"exit_layer": 2, "num_draft_tokens": 3, "tree": [2, 1, 1], "chosen_on": "tune", "forecast": forecast}
+    metrics = [{"kind": "validation", "step": 1}]
+    assert "at exit 2, trees 2,1,1" in report_sections.summary("a run", metrics, {"setting": setting}, {})
+    exits = {"2": {"forecast": {"greedy": {"num_draft_tokens": 4, **forecast}}}}
+    text = report_sections.forecasts({"after": {"test": {"exits": exits}}, "setting": setting})
+    assert "tuned to exit 2 and trees 2,1,1:" in text
+    assert "test prompts" not in text
+    arm = {"arm": "tree", "exit_layer": 2, "num_draft_tokens": 3, "drafts": "2,1,1"}
+    assert "<td>2 / 2,1,1</td>" in report_sections.measured({"greedy": [arm]})
 
 
 def test_the_page_needs_nothing_from_outside(run):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from layerskip.run_record import drafts_in_words
 from train import before_after
 from train import report_figures as figure
 from train.report_page import cards, details, figures, sample, section, table
@@ -31,7 +32,7 @@ def summary(name: str, metrics: Records, evaluation: dict[str, Any], config: dic
         )
     if setting := evaluation.get("setting"):
         forecast = setting["forecast"]
-        chosen = f"exit {setting['exit_layer']}, {setting['num_draft_tokens']} drafts"
+        chosen = f"exit {setting['exit_layer']}, {drafts_in_words(setting)}"
         numbers.append(
             (f"{forecast['speedup']:.2f}×", f"plain decoding, forecast for the model's own text at {chosen}")
         )
@@ -96,9 +97,10 @@ def forecasts(evaluation: dict[str, Any]) -> str:
     setting = evaluation.get("setting")
     text = ""
     if setting:
+        split = "those" if setting.get("chosen_on") == "tune" else "test"
         text = (
-            f"<p>The checkpoint is tuned to exit {setting['exit_layer']} and {setting['num_draft_tokens']} drafts: the "
-            "fastest where the model itself continues held-out validation prompts. On its own continuations of test "
+            f"<p>The checkpoint is tuned to exit {setting['exit_layer']} and {drafts_in_words(setting)}: the fastest "
+            f"where the model itself continues held-out validation prompts. On its own continuations of {split} "
             f"prompts that gives {setting['forecast']['mean_acceptance_length']:.2f} tokens a verify step and "
             f"{setting['forecast']['speedup']:.2f}×. A model's own text is unlike text of others, so these numbers "
             "differ from the table's.</p>"
@@ -111,7 +113,8 @@ def measured(benchmark: dict[str, Any]) -> str:
     rows = []
     for mode in ("greedy", "sampled"):
         for arm in benchmark.get(mode) or []:
-            setting = f"{arm['exit_layer']} / {arm.get('num_draft_tokens')}" if arm.get("exit_layer") else "–"
+            drafts = arm.get("drafts") or arm.get("num_draft_tokens")
+            setting = f"{arm['exit_layer']} / {drafts}" if arm.get("exit_layer") else "–"
             numbers = [arm.get(name) for name in ("tokens_per_second", "speedup", "mean_acceptance_length")]
             cells = ["–" if number is None else f"{number:.2f}" for number in numbers]
             rows.append([f"{mode}: {arm['arm']}", setting, *cells])

@@ -10,6 +10,7 @@ from infer.benchmarking.rivals import assistant_early_exit, assistant_model, cac
 from infer.errors import InputError
 from infer.loading import Loaded, check_tree, choose_setting, load
 from infer.options import ModelOptions
+from infer.speculation import in_flags
 from layerskip.exits import first_exit
 from layerskip.settings import AUTO, DEFAULT_NUM_DRAFT_TOKENS, Setting
 
@@ -120,16 +121,21 @@ def grid_of(loaded: Loaded, options: BenchmarkOptions) -> Grid:
     if not exit_layers:
         if options.needs_exit:
             raise InputError(
-                f"{loaded.name} carries no tuned exit layer to measure: give --exit-layers, for instance "
+                f"{loaded.name} {'carries no tuned exit layer' if tuned is None else 'is tuned to no exit layer'} "
+                f"to measure: give --exit-layers, for instance "
                 f"--exit-layers 2,3 --num-draft-tokens 3,4 to choose from"
             )
         return Grid((), (), ())
-    usual = tuned.num_draft_tokens if tuned and isinstance(tuned.num_draft_tokens, int) else DEFAULT_NUM_DRAFT_TOKENS
+    known = tuned.num_draft_tokens if tuned is not None and tuned.exit_layer is not None else AUTO  # "off" has 0
+    usual = known if isinstance(known, int) else DEFAULT_NUM_DRAFT_TOKENS
     lengths: Sequence[int] = options.num_draft_tokens or (usual,)
     cut = options.draft_vocabulary is not False
     stop = options.draft_stop if options.draft_stop != "tuned" else tuned.draft_stop if tuned else None
-    chains = tuple(Setting(*pair, draft_stop=stop, draft_vocabulary=cut) for pair in product(exit_layers, lengths))
     shapes = options.trees or (tuned.tree if tuned and tuned.tree is not None else DEFAULT_TREE,)
-    trees = tuple(Setting(e, lengths[0], tree=shape, draft_vocabulary=cut) for e, shape in product(exit_layers, shapes))
+    try:
+        chains = tuple(Setting(e, n, draft_stop=stop, draft_vocabulary=cut) for e, n in product(exit_layers, lengths))
+        trees = tuple(Setting(e, lengths[0], tree=t, draft_vocabulary=cut) for e, t in product(exit_layers, shapes))
+    except ValueError as error:
+        raise InputError(in_flags(error)) from None
     asked = options.exit_layers or options.num_draft_tokens or options.draft_stop != "tuned"
     return Grid(chains if asked or tuned is None else (tuned,), chains, trees)
