@@ -1,4 +1,4 @@
-"""The inference program: `python -m infer {generate,chat,benchmark,push} ...`.
+"""The inference program: `python -m infer COMMAND ...`.
 
 It depends on the library `layerskip` and never on the program `train`. Modules that hold a command's flags
 import neither torch nor transformers, so that help and errors come at once; what decodes is imported when a

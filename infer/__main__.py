@@ -1,4 +1,4 @@
-"""`python -m infer {generate,chat,benchmark,tune,vocabulary,push} ...` starts here."""
+"""`python -m infer COMMAND ...` starts here; `command.py` has the table of commands."""
 
 import sys
 from pathlib import Path

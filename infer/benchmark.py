@@ -7,8 +7,8 @@ from typing import Any
 
 from infer.benchmarking.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
 from infer.errors import InputError
+from infer.files import check_file, check_matplotlib
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positives, seconds, seed
-from infer.outputs import check_file, check_matplotlib
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.speculation import Tuned, add_drafting_flags

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InputError
+from infer.files import check_file
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positive, positives
-from infer.outputs import check_file
-from infer.prompt_file import read_jsonl_texts
+from infer.prompt_file import read_texts
 from infer.prompts import find_prompts
 from infer.source import local_folder
 from infer.terminal import Terminal
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     texts: tuple[str, ...] = ()
     source = ""
     if arguments.text:
-        texts = tuple(text for path in arguments.text for text in read_texts(path))
+        texts = tuple(text for path in arguments.text for text in read_texts(path, "give text it was not trained on"))
         source = ", ".join(path.name for path in arguments.text)
     elif not options.tasks or arguments.prompts or options.own_text:  # tasks alone, where nothing else is asked for
         prompts = find_prompts(arguments.prompts, folder, need_validation=False)
@@ -154,21 +154,3 @@ def run(arguments: argparse.Namespace) -> int:
     from infer.evaluating.run import evaluate  # here, so that wrong flags are told before seconds of imports
 
     return evaluate(model, options, texts, source, Terminal())
-
-
-def read_texts(path: Path) -> tuple[str, ...]:
-    """The texts of a .jsonl file, each once, or the whole of any other file.
-
-    Raises:
-        InputError: if it cannot be read or holds nothing.
-    """
-    if path.suffix == ".jsonl":
-        return read_jsonl_texts(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"cannot read --text {path}: {reason}") from None
-    if not text.strip():
-        raise InputError(f"--text {path} is empty: give text that the model was not trained on")
-    return (text,)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infer.errors import InputError
+from infer.files import read_text
 from infer.grammar import add_grammar_flags, compile_grammar, read_definition, unfinished
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags, positive
 from infer.prompt_file import read_every_prompt
@@ -90,18 +91,20 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     where = "PROMPT"
     if prompt is None:
         where = file or "standard input"
-        if file is None and sys.stdin.isatty():
-            raise InputError("no prompt: give PROMPT, --prompt-file FILE, or text on standard input")
-        try:
-            prompt = Path(file).read_text(encoding="utf-8") if file else sys.stdin.read()
-        except OSError as error:
-            raise InputError(f"cannot read --prompt-file {file}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where} is not UTF-8 text (byte {error.start}): convert it") from None
-        prompt = prompt.removesuffix("\n")  # which editors and `echo` add
+        text = _read_input() if file is None else read_text(Path(file), f"--prompt-file {file}")
+        prompt = text.removesuffix("\n")  # which editors and `echo` add
     if not prompt:
         raise InputError(f"{where} is empty: give at least one character to continue")
     return prompt
+
+
+def _read_input() -> str:
+    if sys.stdin.isatty():
+        raise InputError("no prompt: give PROMPT, --prompt-file FILE, or text on standard input")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text (byte {error.start}): convert it") from None
 
 
 def generate(

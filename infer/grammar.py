@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.errors import InputError
+from infer.files import read_text
 
 if TYPE_CHECKING:
     from infer.loading import Loaded
@@ -42,13 +43,12 @@ def read_definition(arguments: argparse.Namespace) -> str | None:
 
     try:
         if arguments.json_schema is not None:
-            inline = arguments.json_schema.lstrip().startswith("{")
-            return define_json_schema(
-                arguments.json_schema if inline else _read("--json-schema", arguments.json_schema)
-            )
+            given, flag = arguments.json_schema, "--json-schema"
+            inline = given.lstrip().startswith("{")
+            return define_json_schema(given if inline else read_text(Path(given), f"{flag} {given}"))
         if arguments.regex is not None:
             return define_regex(arguments.regex)
-        return define_lark(_read("--lark", arguments.lark))
+        return define_lark(read_text(Path(arguments.lark), f"--lark {arguments.lark}"))
     except InputError:
         raise
     except (ValueError, ImportError) as error:
@@ -69,12 +69,3 @@ def compile_grammar(definition: str, loaded: "Loaded") -> "Grammar":
         return Grammar(definition, loaded.tokenizer, known or None)
     except ValueError as error:
         raise InputError(str(error)) from None
-
-
-def _read(flag: str, file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {flag} {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{flag} {file} is not UTF-8 text (byte {error.start}): convert it") from None

@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infer.files import check_file
 from infer.generate import read_prompt
 from infer.options import DecodingOptions, ModelOptions, add_model_flags, number
-from infer.outputs import check_file
 from infer.source import local_folder
 from infer.speculation import SpeculationOptions, add_speculation_flags
 from infer.terminal import Terminal

@@ -50,10 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=above_zero, default=defaults.timeout, metavar="S", help="seconds (default: %(default)s)")
     add("--slo-ttft", type=above_zero, metavar="MS", help="goodput counts requests whose first token took no longer")
     add("--slo-tpot", type=above_zero, metavar="MS", help="goodput counts requests whose time per token was no longer")
+    _add_drafting(parser)
+    _add_lengths(parser)
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafting").add_argument
     add("--exit-layer", type=positive, metavar="E", help="layers that draft (default: what the checkpoint carries)")
     add("--num-draft-tokens", type=positive, metavar="K", help="drafted a step (default: what the checkpoint carries)")
-    _add_lengths(parser)
 
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:

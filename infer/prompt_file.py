@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InputError
+from infer.files import read_text
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,23 @@ def read_jsonl_texts(path: Path) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def read_texts(path: Path, way_out: str) -> tuple[str, ...]:
+    """The texts of a .jsonl file, each once, or the whole of any other file, for --text.
+
+    Args:
+        way_out: what to give instead of an empty file, for the message.
+
+    Raises:
+        InputError: if it cannot be read or holds nothing.
+    """
+    if path.suffix == ".jsonl":
+        return read_jsonl_texts(path)
+    text = read_text(path, f"--text {path}")
+    if not text.strip():
+        raise InputError(f"--text {path} is empty: {way_out}")
+    return (text,)
+
+
 def read_every_prompt(path: Path) -> tuple[str, ...]:
     """All prompts of a file, in order, the same one as often as it is there: the records of a .jsonl file, or the
     lines of any other; blank lines are passed over.
@@ -109,11 +127,7 @@ def _parse(line: str) -> Any:
 
 
 def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold other separators
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"cannot read prompts from {path}: {reason}") from None
+    return read_text(path, f"prompts from {path}").split("\n")  # not splitlines: JSON may hold other separators
 
 
 def _text(record: Any, where: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer.errors import InputError
+from infer.files import check_picture
 from infer.options import (
     DecodingOptions,
     ModelOptions,
@@ -17,7 +18,6 @@ from infer.options import (
     seed,
     share,
 )
-from infer.outputs import check_picture
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
 from infer.speculation import tree

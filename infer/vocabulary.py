@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from infer.errors import InputError
 from infer.options import ModelOptions, add_model_flags, positive
-from infer.prompt_file import read_jsonl_texts
+from infer.prompt_file import read_texts
 from infer.source import local_folder
 from infer.terminal import Terminal
 
@@ -104,18 +104,12 @@ def read_pieces(path: Path) -> Iterator[str]:
     Raises:
         InputError: if the file cannot be read or holds nothing.
     """
+    texts = read_texts(path, "give text like what the model writes")
     if path.suffix == ".jsonl":
-        yield from read_jsonl_texts(path)
+        yield from texts
         return
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"cannot read --text {path}: {reason}") from None
-    if not text.strip():
-        raise InputError(f"--text {path} is empty: give text like what the model writes")
     piece = ""
-    for line in text.splitlines(keepends=True):
+    for line in texts[0].splitlines(keepends=True):
         piece += line
         if len(piece) >= _PIECE:
             yield piece

@@ -9,9 +9,9 @@ from torch import Tensor
 from infer.benchmark import BenchmarkOptions
 from infer.benchmarking import report
 from infer.conditions import describe, fingerprint, process_peak_bytes
+from infer.files import write_record
 from infer.loading import Loaded
 from infer.options import DecodingOptions
-from infer.outputs import write_record
 from infer.prompts import Prompts
 from infer.terminal import Terminal
 

@@ -9,9 +9,9 @@ from infer.conditions import conditions
 from infer.evaluating import report as evaluation_report
 from infer.evaluating.text import measure_text
 from infer.evaluation import EvaluateOptions
+from infer.files import write_record
 from infer.loading import Loaded, choose_setting, load
 from infer.options import ModelOptions
-from infer.outputs import write_record
 from infer.terminal import Terminal
 from infer.tuning.evidence import candidates
 from layerskip.anatomy import num_layers

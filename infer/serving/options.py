@@ -6,8 +6,8 @@ from typing import Any
 
 from infer.benchmark import BenchmarkOptions
 from infer.errors import InputError
+from infer.files import check_file, check_picture
 from infer.options import ModelOptions
-from infer.outputs import check_file, check_picture
 from infer.prompts import Prompts
 from infer.serving.arrivals import ClosedLoop, Level, OpenLoop
 from infer.serving.metrics import Objective

@@ -14,9 +14,9 @@ from infer.benchmarking.output import name_of
 from infer.benchmarking.questions import encode
 from infer.conditions import conditions
 from infer.errors import InputError
+from infer.files import write_record
 from infer.loading import Loaded
 from infer.options import DecodingOptions, ModelOptions
-from infer.outputs import write_record
 from infer.prompts import Prompts
 from infer.serving.arrivals import ClosedLoop, Level, Prompt, SkippingClock
 from infer.serving.engines import LoopEngine, PlainEngine

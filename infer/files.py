@@ -1,4 +1,4 @@
-"""The files that flags name for a command's results: checked before anything runs, records written alike."""
+"""The files that flags name: read, checked and written alike by all commands."""
 
 import importlib.util
 import json
@@ -8,6 +8,20 @@ from typing import Any
 from infer.errors import InputError
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file; `what` it is names it in errors.
+
+    Raises:
+        InputError: if it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {what}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): convert it") from None
 
 
 def check_file(flag: str, path: Path | None) -> None:
