@@ -23,6 +23,7 @@ from infer.source import local_folder
 from infer.speculation import tree
 from infer.terminal import Terminal
 
+MOST_DRAFT_TOKENS = 256  # layerskip.tree.MAX_TREE_TOKENS, whose import would take seconds
 TREES = ("s2_k2_d3", "s3_k2_d5", "s4_k2_d6", (2, 1), (2, 1, 1))  # those not deeper than chains may be long
 
 
@@ -44,6 +45,11 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         """Raise `InputError` where flags contradict each other."""
+        if self.max_draft_tokens > MOST_DRAFT_TOKENS:
+            raise InputError(
+                f"--max-draft-tokens {self.max_draft_tokens} is more than {MOST_DRAFT_TOKENS}, the most that is ever "
+                "drafted: give fewer"
+            )
         if self.max_new_tokens <= self.max_draft_tokens:
             raise InputError(
                 f"--max-new-tokens {self.max_new_tokens} holds no whole round of --max-draft-tokens "

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import layerskip
 from infer.command import main
 from infer.options import ModelOptions
-from infer.tune import TuneOptions
+from infer.tune import MOST_DRAFT_TOKENS, TuneOptions
 from infer.tuning import run as tuning
 from infer.tuning.choice import OFF, decide, how_to_use
 from infer.tuning.report import rows
@@ -17,6 +17,7 @@ from infer.tuning.run import candidates, rivals, setting_of
 from layerskip.card import write_model_card
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, tuned_setting
+from layerskip.tree import MAX_TREE_TOKENS
 from layerskip.vocabulary import store_draft_vocabulary
 from tests import tiny
 
@@ -344,6 +345,7 @@ def test_the_heat_map_is_a_picture(tiny_checkpoint, tmp_path, capsys):
     ("argv", "said"),
     [
         (["--max-new-tokens", "8"], "--max-new-tokens 8 holds no whole round of --max-draft-tokens 8: give 9 or more"),
+        (["--max-draft-tokens", "257", "--max-new-tokens", "300"], "--max-draft-tokens 257 is more than 256"),
         (["--top-p", "0.9"], "--top-p 0.9 does nothing at temperature 0"),
         (["--png", "{tmp}/nowhere/map.png"], "there is no folder {tmp}/nowhere"),
         (["--prompts", "{tmp}/no.jsonl"], "cannot read prompts from {tmp}/no.jsonl"),
@@ -377,3 +379,7 @@ def test_texts_that_end_at_once_are_told(tiny_checkpoint, capsys):
 def test_the_defaults_hold_together():
     options = TuneOptions()
     assert options.decoding().generate_arguments() == {"max_new_tokens": 64, "do_sample": False}
+
+
+def test_what_may_be_drafted_is_what_the_library_drafts():
+    assert MOST_DRAFT_TOKENS == MAX_TREE_TOKENS
