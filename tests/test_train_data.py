@@ -316,6 +316,32 @@ def test_held_out_text_may_have_a_file_or_split_of_its_own(tmp_path):
     assert [(d.text, d.split) for d in by_split] == [(d.text, d.split) for d in found]
 
 
+@pytest.mark.parametrize("text", ["".join(f"line {n:04}\n" for n in range(400)) + "end", "word " * 500])
+def test_of_one_text_file_alone_the_end_is_held_out(tmp_path, text):
+    (tmp_path / "mine.txt").write_text(text)
+    mine = (f"{tmp_path}/mine.txt",)
+    found = read(DataConfig(path=mine), held_out=0.1)
+    assert [document.split for document in found] == list(SPLITS)
+    assert "".join(document.text for document in found) == text
+    assert len({document.group for document in found}) == len({document.name for document in found}) == 3
+    for document in found[1:]:
+        assert len(document.text) / len(text) == pytest.approx(0.1, abs=0.01)
+        assert "\n" not in text or document.text.startswith("line ")
+    (tmp_path / "train.txt").write_text("to train on")
+    found = read(DataConfig(path=(f"{tmp_path}/train.txt",), eval_path=mine))
+    assert [document.split for document in found] == list(SPLITS)
+    assert [document.text for document in found[:1]] == ["to train on"]
+    assert "".join(document.text for document in found[1:]) == text
+
+
+def test_several_text_files_are_held_out_whole(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}\n" * 9)
+    found = read(DataConfig(path=(f"{tmp_path}/*.txt",)), held_out=0.2)
+    assert len(found) == 30
+    assert all(document.split == split_of(document.name, 0.2) for document in found)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -2,10 +2,12 @@
 
 Every document belongs to a *group* (a module or package of the standard library, a file, a text, a prompt). A
 stable hash of the group's name decides whether it is trained on, used to choose settings ("validation") or only
-reported ("test"): siblings never sit on two sides, and more documents never move an old one.
+reported ("test"): siblings never sit on two sides, and more documents never move an old one. Of one text file alone
+the end is held out.
 """
 
 import hashlib
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,7 @@ class Document(NamedTuple):
     split: str = "train"  # one of SPLITS
     messages: tuple[Message, ...] = ()  # a conversation, for the chat template
     prompt_length: int = 0  # characters at the beginning of `text` that are given, not learnt
+    is_file: bool = False  # a whole text file
 
 
 def hash_share(text: str) -> float:
@@ -64,15 +67,34 @@ def read_documents(
         raise ConfigError("data.prompt_column is given alone; training needs completion_column, too")
     has_eval = bool(source.eval_path) or source.eval_split is not None
     count = 0
-    for document in _read_part(source, bad, needs_answers):
-        yield document._replace(split="train" if has_eval else split_of(document.group, held_out))
+    for document in _split(_read_part(source, bad, needs_answers), 0.0 if has_eval else held_out):
+        yield document
         count += 1
     if count == 0:
         raise TrainingError(f"the data set is empty: no document of {describe(source)} holds any text")
-    if has_eval:
-        for document in _read_part(source, bad, needs_answers, held_out=True):
-            # Half and half: split_of with 0.5 leaves nothing to train on.
-            yield document._replace(split=split_of(document.group, 0.5))
+    if has_eval:  # half and half: 0.5 leaves nothing to train on
+        yield from _split(_read_part(source, bad, needs_answers, held_out=True), 0.5)
+
+
+def _split(documents: Iterator[Document], held_out: float) -> Iterator[Document]:
+    """Every document on its side; one text file alone is cut, for it could be on one only."""
+    first = list(itertools.islice(documents, 2))
+    if len(first) == 1 and first[0].is_file and held_out:
+        yield from _cut(first[0], held_out)
+        return
+    for document in itertools.chain(first, documents):
+        yield document._replace(split=split_of(document.group, held_out))
+
+
+def _cut(file: Document, held_out: float) -> Iterator[Document]:
+    """What to train on, `held_out` of it for validation, and its end for test; cut between lines, if it has any."""
+    text, places = file.text, [0]
+    for place in (round(len(text) * (1 - n * held_out)) for n in (2, 1)):
+        places.append(text.find("\n", place - 1) + 1 or place if place else 0)
+    for split, start, end in zip(SPLITS, places, [*places[1:], len(text)], strict=True):
+        if text[start:end].strip():
+            name = f"{file.name} ({split})"
+            yield Document(text[start:end], name, name, split, is_file=True)
 
 
 def describe(source: SourceConfig) -> str:
@@ -121,7 +143,7 @@ def _documents_of_rows(source: SourceConfig, bad: BadRows, needs_answers: bool, 
             first = False
         try:
             if row.is_file:
-                yield Document(row.values["text"], row.name, row.name)
+                yield Document(row.values["text"], row.name, row.name, is_file=True)
             else:
                 yield to_document(row, source, needs_answers)
         except BadRowError as error:

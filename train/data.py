@@ -150,7 +150,7 @@ def _check_counts(records: list[dict[str, Any]], config: TrainConfig) -> None:
     empty = [split for split in SPLITS if not any(record["tokens"][split] for record in records)]
     if empty:
         raise TrainingError(
-            f"no text for {' and '.join(empty)}: the sources are too few for data.held_out="
-            f"{config.data.held_out}; give more files (text is held out by whole files, or "
-            "rows of a table) or change data.held_out"
+            f"no text for {' and '.join(empty)}: the sources are too few for data.held_out={config.data.held_out}, "
+            "which several files, and the rows of a table, are held out by whole; join the files into one, give more, "
+            "or raise data.held_out (at most 0.4)"
         )
