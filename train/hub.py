@@ -11,32 +11,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from layerskip.hub import HubError, UnreachableError, upload
 from train.config import HubConfig, TrainConfig
 from train.console import Reporter
 from train.files import read_json, write_json
+from train.upload import Job
 
 _STAGE = "uploads.partial"  # in the run folder, so that files can be linked and need no room of their own
 _NOT_SHARED = ("optimizer.pt", "state.json", "README.md")
 _ROOT = Path(__file__).resolve().parents[1]
 _WAITS = (10.0, 60.0)  # seconds before the second and the third try, where the Hub cannot be reached
-
-
-@dataclass(frozen=True)
-class Job:
-    """One upload, as the process that does it is told."""
-
-    run_dir: str
-    repo_id: str
-    private: bool
-    revision: str | None
-    license: str | None
-    waits: tuple[float, ...]
 
 
 class Uploads:
@@ -127,7 +115,7 @@ class Uploads:
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed when it is read
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "train.hub", json.dumps(asdict(job))],
+            [sys.executable, "-P", "-m", "train.upload", json.dumps(asdict(job))],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -202,24 +190,3 @@ def _stage(checkpoint: Path, folder: Path, run_folder: Path, record: dict[str, A
     after = {"validation": {name: record[name] for name in ("last", "exits")}}
     numbers = {"before": before, "after": after, "steps": record["step"], "tokens": tokens, "unfinished": True}
     write_json(folder / "evaluation.json", numbers)
-
-
-def upload_job(job: Job) -> dict[str, str]:
-    """Do one upload, again after each of its waits while the Hub cannot be reached: {"address"} or {"error"}."""
-    for wait in (*job.waits, None):
-        try:
-            address = upload(Path(job.run_dir), job.repo_id, job.private, job.revision, license=job.license)
-            return {"address": address}
-        except UnreachableError as error:
-            if wait is None:
-                return {"error": str(error)}
-            time.sleep(wait)
-        except HubError as error:
-            return {"error": str(error)}
-    raise AssertionError("the last try has returned")
-
-
-if __name__ == "__main__":
-    if hasattr(os, "nice"):
-        os.nice(5)  # the training goes first
-    print(json.dumps(upload_job(Job(**json.loads(sys.argv[1])))))
