@@ -145,9 +145,11 @@ def exit_of(options: ExportOptions, setting: dict[str, Any], name: str) -> int:
     """The exit layer asked for, else the tuned one.
 
     Raises:
-        InputError: if there is neither.
+        InputError: if there is neither, or the tuned one is "auto".
     """
     exit_layer = options.exit_layer or setting.get("exit_layer")
+    if exit_layer == "auto":
+        raise InputError(f"{name} is tuned to choose its exit as it goes (auto), and this needs one: give --exit-layer")
     if exit_layer is None:
         why = "is tuned to draft with no layer" if setting else "carries no tuned exit layer"
         raise InputError(f"{name} {why}: give --exit-layer, or choose one with python -m infer tune {name} --write")

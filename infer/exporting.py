@@ -137,8 +137,9 @@ def export_draft(
 
 
 def _draft_tokens(setting: dict[str, Any], exit_layer: int) -> int | None:
-    """What the checkpoint is tuned to, if it is to this exit."""
-    return setting.get("num_draft_tokens") or None if setting.get("exit_layer") == exit_layer else None
+    """What the checkpoint is tuned to, if it is to this exit and a number: transformers knows no "auto"."""
+    tuned = setting.get("num_draft_tokens") if setting.get("exit_layer") == exit_layer else None
+    return tuned if isinstance(tuned, int) and tuned > 0 else None
 
 
 def _tuned(loaded: Loaded) -> dict[str, Any]:

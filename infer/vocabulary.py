@@ -144,11 +144,12 @@ def candidates(
     """What each size covers and costs."""
     from infer.loading import choose_setting
     from layerskip.anatomy import decoder_layers
+    from layerskip.exits import first_exit
     from layerskip.vocabulary import coverage, most_frequent
 
     always = always_in(loaded)
     setting = choose_setting(loaded, exit_layer or "tuned", "tuned")
-    exit_layer = setting.exit_layer if setting and isinstance(setting.exit_layer, int) else None
+    exit_layer = None if setting is None else first_exit(loaded.model, setting)
     layers = decoder_layers(loaded.model)[:exit_layer]
     layer_weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
     rows, hidden_size = loaded.model.get_output_embeddings().weight.shape

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from infer.command import main
 from layerskip.adapters import attach_adapters, save_adapters
@@ -160,11 +160,14 @@ def test_an_architecture_without_early_exit_is_refused_before_anything_is_writte
         (["{untuned}", "--assistant-early-exit"], "carries no tuned exit layer: give --exit-layer"),
         (["{untuned}", "--draft", "{tmp}/new"], "carries no tuned exit layer: give --exit-layer"),
         (["{off}", "--draft", "{tmp}/new"], "is tuned to draft with no layer: give --exit-layer"),
+        (["{auto}", "--draft", "{tmp}/new"], "is tuned to choose its exit as it goes (auto), and this needs one: give"),
+        (["{auto}", "--assistant-early-exit"], "and this needs one: give --exit-layer"),
         (["{broken}", "--draft", "{tmp}/new"], "holds no JSON object: mend it"),
     ],
 )
 def test_errors_are_one_line(argv, said, tuned, tiny_checkpoint, tmp_path, capsys):
     settings = {"off": {"layerskip": {"exit_layer": None, "num_draft_tokens": 0}}, "broken": [1]}
+    settings["auto"] = {"layerskip": {"exit_layer": "auto", "num_draft_tokens": "auto"}}
     folders = {"run": tuned, "untuned": tiny_checkpoint, "tmp": tmp_path}
     for name, setting in settings.items():
         folders[name] = tmp_path / name
@@ -176,3 +179,11 @@ def test_errors_are_one_line(argv, said, tuned, tiny_checkpoint, tmp_path, capsy
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_draft_of_a_checkpoint_that_drafts_auto_tokens_leaves_their_number_to_transformers(tuned, tmp_path, capsys):
+    path = tuned / "generation_config.json"
+    path.write_text(json.dumps({"layerskip": {"exit_layer": 2, "num_draft_tokens": "auto"}}))
+    assert export(capsys, str(tuned), "--draft", str(tmp_path / "draft"))[0] == 0
+    made = json.loads((tmp_path / "draft" / "generation_config.json").read_text())
+    assert made.get("num_assistant_tokens") in (None, GenerationConfig().num_assistant_tokens)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from infer.command import main
 from infer.options import ModelOptions
 from infer.vocabulary import always_in, read_pieces, sizes_around
+from layerskip.settings import Setting, store_setting
 from layerskip.vocabulary import DRAFT_VOCABULARY_FILE, count_tokens, coverage, draft_vocabulary_of, most_frequent
 
 TEXT = "def add(a, b):\n    return a + b\n" * 300 + "the quick brown fox jumps over the lazy dog\n" * 100
@@ -130,3 +131,11 @@ def test_a_head_that_cannot_be_cut_is_refused_with_the_librarys_reason(tiny_chec
     code, _, err = vocabulary(capsys, tiny_checkpoint, "--text", text, "--size", 32)
     assert (code, err.count("\n")) == (2, 1)
     assert "LlamaForCausalLM has no output embeddings" in err
+
+
+def test_a_checkpoint_tuned_to_auto_has_the_heads_share_of_one_of_its_exits(tiny_checkpoint, text, capsys):
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    store_setting(model, Setting("auto", "auto"))
+    model.save_pretrained(tiny_checkpoint)
+    _, out, _ = vocabulary(capsys, tiny_checkpoint, "--text", text, "--size", 32)
+    assert all(0 < each["draft_share"] < 1 for each in json.loads(out.splitlines()[-1])["candidates"])
