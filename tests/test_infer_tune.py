@@ -12,7 +12,7 @@ from infer.options import ModelOptions
 from infer.tune import MOST_DRAFT_TOKENS, TuneOptions
 from infer.tuning import run as tuning
 from infer.tuning.choice import OFF, decide, how_to_use
-from infer.tuning.report import rows
+from infer.tuning.report import ideal_line, rows
 from infer.tuning.run import candidates, rivals, setting_of
 from layerskip.card import write_model_card
 from layerskip.forecast import Forecast
@@ -383,3 +383,13 @@ def test_the_defaults_hold_together():
 
 def test_what_may_be_drafted_is_what_the_library_drafts():
     assert MOST_DRAFT_TOKENS == MAX_TREE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"), [(0.125, "slower passes 12.5%"), (-0.25, "its passes were faster than when")]
+)
+def test_no_share_of_the_time_is_below_nothing(passes, said):
+    ideal = {"measured": 2.0, "ideal": 1.6, "share": 1.25, "rollback": 0.0, "between": 0.0, "passes": passes}
+    line = ideal_line({"exit_layer": 2, "drafts": "3", "mean_acceptance_length": 2.5, "ideal": ideal})
+    assert said in line
+    assert "-" not in line

@@ -118,11 +118,14 @@ def show(result: dict[str, Any], terminal: Terminal) -> None:
 def ideal_line(record: dict[str, Any]) -> str:
     """How much of the ideal a confirmed setting reached, and where the rest went."""
     ideal = record["ideal"]
+    passes = f"choosing tokens, masks and slower passes {ideal['passes']:.1%}"
+    if ideal["passes"] < 0:
+        passes = "and its passes were faster than when the stages were timed: a busy machine, or few prompts"
     return (
         f"{record['exit_layer']}/{record['drafts']}: {ideal['measured']:.2f}x without prompts, {ideal['share']:.0%} of "
         f"the ideal {ideal['ideal']:.2f}x (layers and head alone, at the {record['mean_acceptance_length']:.2f} tokens "
         f"accepted). Of its time: rule and rollback {ideal['rollback']:.1%}, between rounds {ideal['between']:.1%}, "
-        f"choosing tokens, masks and slower passes {ideal['passes']:.1%}"
+        f"{passes}"
     )
 
 
