@@ -1,6 +1,5 @@
 """The sections of a benchmark's page: tables and plots of the arms, of the differences, of the batches."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from infer.benchmarking import figures as draw
@@ -8,45 +7,15 @@ from infer.benchmarking import page_parts as html
 from infer.benchmarking import report
 from infer.conditions import describe
 
-Records = Sequence[dict[str, Any]]
+Records = draw.Records
 
 
 def mode_sections(result: dict[str, Any], mode: str) -> list[str]:
     """Of the arms in one mode, greedy or sampled: the fastest to be seen, every number, what differs."""
     records, said = result[mode], describe(result["conditions"])
     tried = result.get("validation", []) if mode == "greedy" else []
-    images = html.figures(
-        [
-            (
-                draw.speedups(records),
-                f"speedup of each arm, {mode}",
-                "Bars: all calls. Line: least and most of a repeat. Dots: each prompt. Diamonds: without prefill.",
-            ),
-            (
-                draw.parts(records),
-                f"milliseconds a token by part, {mode}",
-                "Shorter is faster. A round's draft, verification and rollback, over the tokens it commits.",
-            ),
-            (
-                draw.acceptance(records),
-                f"acceptance by draft position, {mode}",
-                "Of the rounds that drafted a token there; a lookup drafts long only where it found much.",
-            ),
-            (
-                draw.against_ideal(records, tried),
-                f"measured speedup and the cost model's, {mode}",
-                "At the acceptance that was measured: what rounds could bring if they took no longer than their "
-                "stages timed alone here, or than reading the weights.",
-            ),
-            (
-                draw.grid(tried),
-                "speedup by exit layer and draft length",
-                "On the validation prompts, with which the setting was chosen; the tables are of other prompts.",
-            ),
-        ]
-    )
     return [
-        html.section(f"Speed, {mode}", _table(records, said), images),
+        html.section(f"Speed, {mode}", _table(records, said), html.figures(_images(records, tried, mode))),
         html.section(f"Every arm's numbers, {mode}", *_tables(records, said)),
         html.section(
             f"Where outputs differ, {mode}",
@@ -54,6 +23,38 @@ def mode_sections(result: dict[str, Any], mode: str) -> list[str]:
             lead="The first token that is not plain generate's. Margin: between its two best logits there; gap: from "
             "the best to the lower of the two chosen; rounding: what logits change when the same tokens pass in other "
             "chunks.",
+        ),
+    ]
+
+
+def _images(records: Records, tried: Records, mode: str) -> list[tuple[draw.Images, str, str]]:
+    """The figures, what each shows and how to read it."""
+    return [
+        (
+            draw.speedups(records),
+            f"speedup of each arm, {mode}",
+            "Bars: all calls. Line: least and most of a repeat. Dots: each prompt. Diamonds: without prefill.",
+        ),
+        (
+            draw.parts(records),
+            f"milliseconds a token by part, {mode}",
+            "Shorter is faster. A round's draft, verification and rollback, over the tokens it commits.",
+        ),
+        (
+            draw.acceptance(records),
+            f"acceptance by draft position, {mode}",
+            "Of the rounds that drafted a token there; a lookup drafts long only where it found much.",
+        ),
+        (
+            draw.against_ideal(records, tried),
+            f"measured speedup and the cost model's, {mode}",
+            "At the acceptance that was measured: what rounds could bring if they took no longer than their "
+            "stages timed alone here, or than reading the weights.",
+        ),
+        (
+            draw.grid(tried),
+            "speedup by exit layer and draft length",
+            "On the validation prompts, with which the setting was chosen; the tables are of other prompts.",
         ),
     ]
 
