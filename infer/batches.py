@@ -11,7 +11,6 @@ from torch import Tensor
 
 import layerskip
 from infer.errors import InputError
-from infer.generate import NO_EXIT
 from infer.grammar import compile_grammar, unfinished
 from infer.loading import Loaded, load_to_decode
 from infer.options import DecodingOptions, ModelOptions
@@ -67,14 +66,12 @@ def generate_batches(
     Raises:
         InputError: if the model or a prompt cannot be used.
     """
-    loaded, setting = load_to_decode(model, options.speculation)
-    if setting is None:
-        terminal.note(NO_EXIT)
+    loaded, setting = load_to_decode(model, options.speculation, terminal)
     if definition is not None:
         options = replace(options, grammar=compile_grammar(definition, loaded))
     rows = _encode(loaded, prompts, options)
     tally, complete, start = Tally(), True, perf_counter()
-    for number, answer in enumerate(answers(loaded, rows, setting or Setting(None, 0), options, batch_size)):
+    for number, answer in enumerate(answers(loaded, rows, setting, options, batch_size)):
         terminal.write(json.dumps(answer.record(loaded, prompts[number]), ensure_ascii=False) + "\n")
         own = Tally(answer.statistics)
         if verbose:

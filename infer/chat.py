@@ -4,7 +4,6 @@ import argparse
 import sys
 from dataclasses import replace
 
-from infer.generate import NO_EXIT
 from infer.grammar import add_grammar_flags, compile_grammar, read_definition
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
 from infer.source import local_folder
@@ -35,16 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
     from infer.conversation import Conversation
     from infer.dialogue import Dialogue
     from infer.loading import load_to_decode
-    from layerskip.settings import Setting
 
-    loaded, setting = load_to_decode(ModelOptions.read(arguments), options.speculation)
+    loaded, setting = load_to_decode(ModelOptions.read(arguments), options.speculation, terminal)
     if definition is not None:
         options = replace(options, grammar=compile_grammar(definition, loaded))
-    conversation = Conversation(loaded, setting or Setting(None, 0), options, arguments.system)
+    conversation = Conversation(loaded, setting, options, arguments.system)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    if setting is None:
-        terminal.note(NO_EXIT)
     if not conversation.has_template:
         terminal.note(BASE_MODEL)
     if sys.stdin.isatty():

@@ -15,10 +15,6 @@ from infer.source import local_folder
 from infer.terminal import Terminal
 
 DEFAULT_BATCH_SIZE = 8
-NO_EXIT = (
-    "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft, or have "
-    "python -m infer tune MODEL --write choose one"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,12 +124,8 @@ def generate(
     from infer.loading import load_to_decode
     from infer.streaming import Splitter, stream
     from infer.tally import Tally
-    from layerskip.settings import Setting
 
-    loaded, setting = load_to_decode(model, options.speculation)
-    if setting is None:
-        terminal.note(NO_EXIT)
-        setting = Setting(None, 0)
+    loaded, setting = load_to_decode(model, options.speculation, terminal)
     if options.seed is not None:
         torch.manual_seed(options.seed)
     if terminal.color:

@@ -17,6 +17,7 @@ from infer.errors import InputError, first_line
 from infer.options import ModelOptions
 from infer.source import local_folder
 from infer.speculation import Auto, SpeculationOptions, Tuned, in_flags
+from infer.terminal import Terminal
 from layerskip.adapters import adapters_of, find_adapters
 from layerskip.anatomy import check_exit_layer
 from layerskip.machine import fast_dtype
@@ -27,6 +28,12 @@ from layerskip.vocabulary import find_draft_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+_NO_EXIT = (
+    "note: this checkpoint carries no tuned exit layer and is decoded plainly: give --exit-layer to draft, or have "
+    "python -m infer tune MODEL --write choose one"
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,10 @@ def load(
     return Loaded(options.model, model, tokenizer)
 
 
-def load_to_decode(options: ModelOptions, speculation: SpeculationOptions) -> tuple[Loaded, Setting | None]:
-    """The model, and what was asked for completed by what it carries; None if that is no exit layer.
+def load_to_decode(
+    options: ModelOptions, speculation: SpeculationOptions, terminal: Terminal
+) -> tuple[Loaded, Setting]:
+    """The model, and what was asked for completed by what it carries: plain decoding, with a note, if nothing is.
 
     Raises:
         InputError: before the weights are read wherever the reason is known by then.
@@ -97,7 +106,11 @@ def load_to_decode(options: ModelOptions, speculation: SpeculationOptions) -> tu
         check_tree(speculation.tree)
     loaded = load(options, [speculation.exit_layer])
     asked = speculation.setting()
-    return loaded, choose_setting(loaded, asked.pop("exit_layer"), asked.pop("num_draft_tokens"), **asked)
+    setting = choose_setting(loaded, asked.pop("exit_layer"), asked.pop("num_draft_tokens"), **asked)
+    if setting is None:
+        terminal.note(_NO_EXIT)
+        setting = Setting(None, 0)
+    return loaded, setting
 
 
 def check_tree(tree: str | tuple[int, ...]) -> None:

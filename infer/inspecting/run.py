@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from infer.benchmarking.output import name_of
 from infer.errors import InputError
-from infer.generate import NO_EXIT
 from infer.inspecting import page as inspection_page
 from infer.inspecting import table as inspection_table
 from infer.inspecting.picture import Picture, decode_watched, read_layers
@@ -24,10 +23,7 @@ def inspect_text(model: ModelOptions, options: InspectOptions, prompt: str, term
     Raises:
         InputError: if the model or the prompt cannot be used.
     """
-    loaded, setting = load_to_decode(model, options.speculation)
-    if setting is None:
-        terminal.note(NO_EXIT)
-        setting = Setting(None, 0)
+    loaded, setting = load_to_decode(model, options.speculation, terminal)
     picture = look(loaded, setting, options, prompt)
     words = Words(loaded.tokenizer)
     exit_layer = setting.exit_layer if isinstance(setting.exit_layer, int) else None
