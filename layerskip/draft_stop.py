@@ -70,8 +70,8 @@ class Heuristic(DraftStop):
 
 
 def confidence(scores: Tensor) -> Tensor:
-    """(B,) probability of the most probable token; scores (B, 1, vocab)."""
-    return scores[:, 0].softmax(dim=-1).amax(dim=-1)
+    """(B,) probability of the most probable token, 0 where nothing may follow; scores (B, 1, vocab)."""
+    return scores[:, 0].softmax(dim=-1).amax(dim=-1).nan_to_num(0.0)
 
 
 def draft_stop_for(draft_stop: float | str | None, most: int) -> DraftStop:

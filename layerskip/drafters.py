@@ -166,10 +166,13 @@ def drafter_for(
 ) -> Drafter:
     """The drafter that a setting asks for; `adaptive` where drafts are weighed."""
     drafter: Drafter = NoDrafter()
-    draft_stop = adaptive or draft_stop_for(setting.draft_stop, len(setting.shape.widths))
-    if setting.lookup != "off":
-        shape = None if setting.lookup == "only" else setting.shape
-        drafter = LookupDrafter(setting.num_lookup_tokens, shape, setting.lookup == "branch", draft_stop)
+    if setting.lookup == "only":
+        drafter = LookupDrafter(setting.num_lookup_tokens, None, branch=False)
     elif setting.exit_layer is not None:
-        drafter = ExitDrafter(setting.shape, draft_stop)
+        draft_stop = adaptive or draft_stop_for(setting.draft_stop, len(setting.shape.widths))
+        if setting.lookup == "off":
+            drafter = ExitDrafter(setting.shape, draft_stop)
+        else:
+            branch = setting.lookup == "branch"
+            drafter = LookupDrafter(setting.num_lookup_tokens, setting.shape, branch, draft_stop)
     return drafter if grammar is None else ForcedDrafter(grammar, drafter)

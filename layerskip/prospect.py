@@ -40,7 +40,7 @@ class Prospect:
 
     def doubt(self) -> None:
         """All may be different from now on: what was seen counts for a few observations only."""
-        self._shrink(min(1.0, KEPT / max(self.judged[0], KEPT)))
+        self._shrink(KEPT / max([KEPT, *self.judged[:1]]))  # no position at all where nothing may be drafted
 
     def _shrink(self, share: float) -> None:
         for sums in (self.asked, self.went, self.judged, self.stayed, self.hoped, self.sure_judged, self.sure_stayed):

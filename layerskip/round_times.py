@@ -15,6 +15,7 @@ Part = tuple[str | int, ...]
 
 WINDOW = 9  # rounds
 SLOPE = 0.03  # what a further position adds to a verification, as a share of it, before it is measured
+TICK = 1e-9  # seconds, the least that a part takes: a coarse clock may not have moved
 CERTAIN = 20.0  # rounds, times squared distance of their widths, that this counts for
 
 
@@ -32,7 +33,7 @@ class RoundTimes:
 
     def add(self, part: Part, seconds: float) -> None:
         """A round's part took so long."""
-        self._seen.setdefault(part, deque(maxlen=WINDOW)).append(seconds)
+        self._seen.setdefault(part, deque(maxlen=WINDOW)).append(max(seconds, TICK))
         self._known.clear()
 
     def rebase(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import layerskip
 from infer.errors import InputError
@@ -330,6 +331,37 @@ def test_greedy_output_is_the_models_under_any_clock(name, wild_clock, monkeypat
     assert len(used) >= 2
 
 
+@pytest.mark.parametrize("ticks", [0.0, 1 / 64])
+def test_a_coarse_clock_changes_nothing(ticks, monkeypatch):
+    """One that stands still for whole rounds, as Windows' does for a thread."""
+    looks = iter(range(10**6))
+    monkeypatch.setattr(module, "thread_time", lambda: next(looks) // 40 * ticks)
+    model, prompt = taught(tiny.llama()), torch.arange(5, 12)[None]
+    arguments = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 40}
+    expected = model.generate(prompt, **arguments)
+    for _ in range(2):
+        assert torch.equal(layerskip.generate(model, prompt, **arguments, **AUTO), expected)
+
+
+def test_a_position_where_nothing_may_follow_is_not_drafted(monkeypatch):
+    """All is banned at every third position; plain greedy decoding then takes token 0."""
+    model, prompt = taught(tiny.llama()), torch.arange(5, 12)[None]
+    banning = LogitsProcessorList([lambda ids, scores: scores if ids.shape[1] % 3 else scores.fill_(-torch.inf)])
+    arguments = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "logits_processor": banning}
+    monkeypatch.setattr(RoundTimes, "plain", 1e9)  # seconds: always worth a draft
+    expected = model.generate(prompt, **arguments)
+    assert torch.equal(layerskip.generate(model, prompt, **arguments, **AUTO), expected)
+
+
+@pytest.mark.parametrize("asked", [{"exit_layer": None}, {"exit_layer": None, "lookup": "only"}, {"lookup": "only"}])
+def test_a_checkpoint_tuned_to_the_stop_cost_decodes_without_its_exit(asked):
+    model, prompt = tiny.llama(), torch.arange(5, 12)[None]
+    store_setting(model, Setting(2, 4, draft_stop="cost"))
+    arguments = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
+    expected = model.generate(prompt, **arguments)
+    assert torch.equal(layerskip.generate(model, prompt, **arguments, **asked), expected)
+
+
 @pytest.mark.parametrize("drafting", [AUTO, {**AUTO, "lookup": "hybrid"}, {"exit_layer": 2, "num_draft_tokens": "auto"},
                                       {"exit_layer": "auto", "num_draft_tokens": 3}])  # fmt: skip
 def test_coupled_rows_are_what_their_seeds_give_under_any_clock(drafting, wild_clock):
@@ -374,6 +406,15 @@ def test_a_call_begins_with_what_the_last_one_learnt():
         assert not any(fresh.prospects[0].judged)
         hopes = [weigher.prospects[0].plan(first.times)[0] for weigher in (first, second, fresh)]
         assert hopes[0] < hopes[1] < hopes[2]  # thirty rounds in vain, what is kept of them, nothing
+
+
+@pytest.mark.parametrize("drafting", [{"exit_layer": "auto"}, {"exit_layer": 2, "draft_stop": "cost"}])
+def test_no_token_may_be_drafted_call_after_call(drafting):
+    model, prompt = taught(tiny.llama()), torch.arange(5, 12)[None]
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=6)
+    for _ in range(2):
+        output = layerskip.generate(model, prompt, **drafting, num_draft_tokens=0, do_sample=False, max_new_tokens=6)
+        assert torch.equal(output, expected)
 
 
 def test_the_stop_cost_is_the_same_with_a_limit():
