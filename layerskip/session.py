@@ -147,7 +147,8 @@ def prepare_session(
     stages = prepare_exits(Stages(model, first_exit(model, setting), vocabulary), setting)
     if not setting.shape.is_chain or setting.lookup == "branch":
         stages.check_blocks(branching=True)
-    given = dict(kwargs)
+    # For when the call is prepared again: the streamer then has the prompt already.
+    given = {name: value for name, value in kwargs.items() if name != "streamer"}
     criteria = take_stop_strings(model, generation_config, kwargs)
     grammar = None
     if choice.grammar is not None:
@@ -165,10 +166,10 @@ def prepare_session(
     )
     if given_ids is not None:
         shown = given_ids.repeat_interleave(len(session.input_ids) // len(given_ids), 0)
-        found = given.get("attention_mask") is None
-        if found and not torch.equal(session.input_ids, shown.to(session.input_ids.device)):
-            # transformers found the padding out by itself, and made processors for where it stood.
-            given |= {"input_ids": None, "attention_mask": session.attention_mask, "num_return_sequences": 1}
+        found = None if given.get("attention_mask") is not None else session.attention_mask
+        if found is not None and bool((found.long().diff(dim=1) < 0).any()):
+            # transformers found the padding out by itself, and made processors for where it stands.
+            given |= {"input_ids": None, "attention_mask": found, "num_return_sequences": 1}
             arguments = {"generation_config": generation_config, "cache": cache, **given}
             session = prepare_session(model, session.input_ids, drafting, choice, **arguments)
         session = replace(session, shown=shown)
@@ -283,8 +284,6 @@ def _door(
     limit = generation_config.max_length
     check_rope(model, width, limit)
     mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        input_ids, mask = padded_left(input_ids, mask)
     lengths = [width] * batch if mask is None else mask.bool().sum(1).tolist()  # of the prompts without padding
     check_positions(model, max(lengths), limit - width)
     if own_cache is not None:

@@ -182,6 +182,29 @@ def test_what_spans_prompt_and_output_is_seen_wherever_padding_stands(tiny_llama
     assert torch.equal(right[:, 14:], expected[:, 14:])
 
 
+class Kept(BaseStreamer):
+    """What a streamer is put."""
+
+    def __init__(self) -> None:
+        self.put_there: list[list] = []
+
+    def put(self, value) -> None:
+        self.put_there.append(value.tolist())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("prompt", [[9, 8, 7, 0, 0], [9, 0, 0, 8, 7], [0, 0, 9, 8, 7]])
+def test_a_streamer_is_put_the_prompt_once_where_padding_is_found_out(tiny_llama, prompt):
+    streamer = Kept()
+    layerskip.generate(
+        tiny_llama, torch.tensor([prompt]), exit_layer=2, max_new_tokens=5, do_sample=False, streamer=streamer
+    )
+    assert streamer.put_there[0] == [prompt]
+    assert all(isinstance(token, int) for tokens in streamer.put_there[1:] for token in tokens)
+
+
 def test_padding_that_transformers_finds_out_by_itself(tiny_llama):
     """Without a mask: the same as with one, wherever it stands, also where a processor leaves out padding."""
     ids, mask = batch("right")
