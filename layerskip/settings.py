@@ -181,6 +181,13 @@ def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
         base.pop("draft_stop", None)
     setting = Setting(**{"exit_layer": None, "num_draft_tokens": DEFAULT_NUM_DRAFT_TOKENS, **base, **asked})
     _check_exit(setting, model)
+    plain = setting.exit_layer is None and setting.lookup == "off"
+    if plain and asked.get("tree") is not None and ("exit_layer" in asked or tuned is not None):
+        warnings.warn(
+            f"tree={setting.tree!r} is for an early exit to grow, and exit_layer=None is plain decoding: "
+            "give exit_layer=1, 2, ... or leave tree out",
+            stacklevel=4,
+        )
     return setting
 
 

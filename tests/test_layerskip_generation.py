@@ -314,6 +314,18 @@ def test_without_a_tuned_setting_it_decodes_plainly_and_says_so(tiny_llama, prom
     assert torch.equal(output, tiny_llama.generate(prompt, do_sample=False, max_new_tokens=5))
 
 
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_tree_without_an_exit_to_grow_it_is_told_of(tiny_llama, prompt, tuned, recwarn):
+    if tuned:
+        store_setting(tiny_llama, Setting(None, 0))
+    given = {} if tuned else {"exit_layer": None}
+    with pytest.warns(UserWarning, match=r"tree=\(2, 1\).*plain decoding"):
+        layerskip.generate(tiny_llama, prompt, tree=(2, 1), do_sample=False, max_new_tokens=2, **given)
+    layerskip.generate(tiny_llama, prompt, tree=(2, 1), lookup="only", do_sample=False, max_new_tokens=2, **given)
+    layerskip.generate(tiny_llama, prompt, tree=(2, 1), exit_layer=2, do_sample=False, max_new_tokens=2)
+    assert not [w for w in recwarn if "tree" in str(w.message)]
+
+
 def test_a_carried_setting_that_does_not_fit(tiny_llama, prompt):
     tiny_llama.generation_config.layerskip = {"exit_layer": 9, "num_draft_tokens": 2}
     with pytest.raises(ValueError, match="generation_config"):
