@@ -8,6 +8,7 @@ Three calls of each architecture in CI, the same each time. For more, the first 
 import atexit
 import functools
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 import layerskip
+from layerskip import adaptive
 from layerskip.noise import gumbel
+from layerskip.settings import carry
 from layerskip.vocabulary import store_draft_vocabulary
 from tests import tiny
 
@@ -81,6 +84,7 @@ class Case:
         allowed: `prefix_allowed_tokens_fn` allows as many tokens, others after each last token and in each row.
         stop_after: a stopping criterion ends a row when its new tokens add up to more.
         masked: whether the attention mask is given even where it could be told from the padding.
+        clock: seed of the times that "auto" finds its rounds to take.
     """
 
     architecture: str
@@ -95,6 +99,7 @@ class Case:
     prefill_chunk_size: int | None = None
     pad_token_id: int = 0
     masked: bool = True
+    clock: int = 0
 
     @property
     def infers_mask(self) -> bool:
@@ -187,6 +192,21 @@ def some(strategies: dict, draw) -> dict:
 
 
 @st.composite
+def chains(draw, exit_layer: int | None, lookup: str) -> dict:
+    """Exit and length of chains, each a number or chosen by what pays."""
+    chain = {"exit_layer": exit_layer, "num_draft_tokens": draw(st.integers(0, 7))}
+    if lookup == "branch":  # makes trees of them
+        stops = [0.0, 0.2, 0.5, 0.9, 1.0, "heuristic"]
+    else:
+        if exit_layer is not None and draw(st.booleans()):
+            chain["exit_layer"] = "auto"
+        if draw(st.booleans()):
+            chain["num_draft_tokens"] = "auto"
+        stops = ["cost"] if "auto" in chain.values() else [0.0, 0.2, 0.5, 0.9, 1.0, "heuristic", "cost"]
+    return chain | ({"draft_stop": draw(st.sampled_from(stops))} if draw(st.booleans()) else {})
+
+
+@st.composite
 def draftings(draw) -> dict:
     lookup = draw(st.sampled_from(["off", "off", "only", "hybrid", "branch"]))
     drafting = {"exit_layer": draw(st.integers(1, tiny.NUM_LAYERS - 1))}
@@ -196,9 +216,7 @@ def draftings(draw) -> dict:
         drafting |= {"lookup": lookup, "num_lookup_tokens": draw(st.integers(0, 6))}
     shape = draw(st.sampled_from(["chain", "chain", "static", "dynamic"]))
     if shape == "chain":
-        drafting["num_draft_tokens"] = draw(st.integers(0, 7))
-        if draw(st.booleans()):
-            drafting["draft_stop"] = draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]))
+        drafting |= draw(chains(drafting["exit_layer"], lookup))
     elif shape == "static":
         drafting["tree"] = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     else:
@@ -237,6 +255,7 @@ def cases(draw, architecture: str) -> Case:
         prefill_chunk_size=draw(st.sampled_from([None, None, 3])),
         pad_token_id=draw(st.sampled_from([0, 0, 2])),
         masked=draw(st.booleans()),
+        clock=draw(st.integers(0, 99)),
     )
 
 
@@ -258,17 +277,31 @@ FOUND = {
 
 @functools.cache
 def model_of(architecture: str):
-    """A tiny model whose checkpoint carries a draft vocabulary: 24 of its 64 tokens, or 5."""
+    """A tiny model whose checkpoint carries a draft vocabulary, 24 of its 64 tokens, or 5; and, of two in three, what
+    its exits are worth, so that "auto" drafts from them."""
     folder = Path(tempfile.mkdtemp(prefix="layerskip-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    tiny.architecture(architecture).save_pretrained(folder)
-    number = list(tiny.ARCHITECTURES).index(architecture)
+    model, number = tiny.architecture(architecture), list(tiny.ARCHITECTURES).index(architecture)
+    if number % 3:
+        carry(model.config, exits={str(e): {"agreement": 0.8, "overlap": 0.8} for e in range(1, tiny.NUM_LAYERS)})
+    model.save_pretrained(folder)
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(number))[: 5 if number % 4 == 0 else 24]
     store_draft_vocabulary(folder, ids.sort().values)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 EVERYTHING = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+
+
+class Clock:
+    """Finds another pace at every look: what is drafted varies as it never would, and is the same each time."""
+
+    def __init__(self, number: int) -> None:
+        self.now, self._draw = 0.0, random.Random(number)
+
+    def __call__(self) -> float:
+        self.now += self._draw.random() ** 4
+        return self.now
 
 
 class Judge:
@@ -353,6 +386,13 @@ class Judge:
 
 def check(case: Case) -> list[str]:
     """Judge one call; returns the near-ties met."""
+    adaptive.forget(model_of(case.architecture))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "thread_time", Clock(case.clock))
+        return judged(case)
+
+
+def judged(case: Case) -> list[str]:
     judge, everyone = Judge(case), list(range(len(case.prompts)))
     call = case.arguments(everyone)
     for config in call.get("generation_config", []):
