@@ -6,6 +6,7 @@ A run folder holds an ordinary Hugging Face checkpoint and, where they are known
                              "draft_vocabulary": {"size": n}}
     generation_config.json   "layerskip": {"exit_layer", "num_draft_tokens"}
     config.yaml              every setting of the run
+    provenance.json          how, when and on what it was started
     evaluation.json          losses before and after training, every exit, the forecast
     benchmark.json           what `python -m infer benchmark RUN --json RUN/benchmark.json` measured
     *.png, *.svg             pictures, in the folder itself or in plots/
@@ -22,6 +23,11 @@ from typing import Any
 
 from huggingface_hub import RepoCard
 
+SETTINGS, PROVENANCE = "config.yaml", "provenance.json"
+EVALUATION, BENCHMARK = "evaluation.json", "benchmark.json"
+RECORDS = (SETTINGS, PROVENANCE, EVALUATION, BENCHMARK)
+# Pages to look at, curves, prompts: what people read, or the programs read again.
+TEXTS = ("report.html", "benchmark.html", "metrics.jsonl", "prompts/*.jsonl")
 PICTURES = ("*.png", "*.svg", "plots/*.png", "plots/*.svg")
 
 
@@ -79,9 +85,9 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         config=read_json(folder / "config.json"),
         setting=read_json(folder / "generation_config.json").get("layerskip") or {},
-        settings=read_settings(folder / "config.yaml"),
-        evaluation=read_json(folder / "evaluation.json"),
-        benchmark=read_json(folder / "benchmark.json"),
+        settings=read_settings(folder / SETTINGS),
+        evaluation=read_json(folder / EVALUATION),
+        benchmark=read_json(folder / BENCHMARK),
         pictures=tuple(sorted(p.relative_to(folder).as_posix() for name in PICTURES for p in folder.glob(name))),
         custom_generate=(folder / "custom_generate" / "generate.py").is_file(),
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerskip.run_record import HubError, read_settings
+from layerskip.run_record import PROVENANCE, SETTINGS, read_json, read_settings
 
 # At least two parts, not within a URL or a relative path.
 _PATH = re.compile(r"(?<![\w.~:/<+-])/[\w.@+~-]+(?:/[\w.@+~-]+)+")
@@ -29,9 +28,9 @@ def local_paths(run_dir: Path) -> dict[str, str]:
     and in the provenance; of each of these `./` and the last part is left, which cannot be taken for a Hub id.
     """
     found: dict[str, str] = {}
-    for text in _strings(read_settings(run_dir / "config.yaml")):
+    for text in _strings(read_settings(run_dir / SETTINGS)):
         found.update(_paths_in(text))
-    for text in _strings(_read_provenance(run_dir / "provenance.json")):
+    for text in _strings(read_json(run_dir / PROVENANCE)):
         found.update(_paths_in(text))
     home = Path.home()
     if len(home.parts) > 2:  # /root says nothing of anybody
@@ -79,10 +78,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _strings(each)
-
-
-def _read_provenance(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except ValueError:
-        raise HubError(f"{path} is not JSON: mend or remove it") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
-from layerskip.run_record import PICTURES, HubError, local_folder, read_json, read_settings
+from layerskip.run_record import PICTURES, RECORDS, SETTINGS, TEXTS, HubError, local_folder, read_json, read_settings
 from layerskip.scrub import find_secret, local_paths, scrub
 
 # Named in config.json by these keys. layerskip.adapters and layerskip.vocabulary have the names too, and torch.
@@ -26,19 +26,11 @@ _AS_THEY_ARE = (
 # Written by programs, who may have noted where: any absolute path in them is cut to its last part.
 _RECORDS = (
     *("config.json", "generation_config.json", "*.index.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "config.yaml", "provenance.json", "evaluation.json", "benchmark.json"),
+    *("added_tokens.json", *RECORDS),
 )
 # In these, text that has paths of its own: only this machine's are replaced.
 _TEXTS = (
-    *(
-        "README.md",
-        "report.html",
-        "benchmark.html",
-        "chat_template*",
-        "metrics.jsonl",
-        "prompts/*.jsonl",
-        "custom_generate/*",
-    ),
+    *("README.md", "chat_template*", "custom_generate/*", *TEXTS),
     *(name for name in PICTURES if name.endswith(".svg")),
 )
 
@@ -88,7 +80,7 @@ def shared_files(run_dir: Path, exclude: Sequence[str] = (), card: str | None = 
 
 def _base_licence(run_dir: Path) -> dict[str, Path]:
     """The licence files of the local folder that the run began from, by name; most licences ask that they travel."""
-    name = (read_settings(run_dir / "config.yaml").get("model") or {}).get("name_or_path")
+    name = (read_settings(run_dir / SETTINGS).get("model") or {}).get("name_or_path")
     base = local_folder(name, run_dir)
     there = [*base.glob("LICENSE*"), *base.glob("NOTICE*")] if base else []
     return {path.name: path for path in there if path.is_file()}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import layerskip
+from layerskip import run_record
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("layerskip", "train", "infer")
@@ -48,6 +49,14 @@ def test_the_library_imports_torch_and_transformers_only(path):
 def test_programs_know_the_library_and_not_each_other(room, forbidden):
     wrong = [f"{p}:{line}" for p in modules(room) for name, line in imported(p) if name == forbidden]
     assert wrong == []
+
+
+def test_one_module_of_the_library_knows_a_runs_files():
+    """What training and benchmark leave behind is named in run_record.py; others take the names from there."""
+    for path in modules("layerskip"):
+        if path.name != "run_record.py":
+            text = path.read_text(encoding="utf-8")
+            assert [name for name in run_record.RECORDS if f'"{name}"' in text] == [], path
 
 
 def test_only_one_room_knows_how_models_are_built():
