@@ -7,7 +7,7 @@ from typing import Any
 
 from infer.benchmarking.arm_names import DEFAULT_ARMS, SAMPLED_ARMS, add_arm_flags, arms_of, needs_exit
 from infer.errors import InputError
-from infer.files import check_file, check_matplotlib
+from infer.files import check_file, check_folder, check_matplotlib
 from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positives, seconds, seed
 from infer.prompts import Prompts, find_prompts
 from infer.source import local_folder
@@ -144,6 +144,7 @@ def read_options(arguments: argparse.Namespace) -> BenchmarkOptions:
             raise InputError("--answers are of the arms of --arms, and --equal-budget has none: leave one out")
         if options.answers.exists() and not options.answers.is_dir():
             raise InputError(f"--answers {options.answers} is a file: name a folder, for a file of each arm")
+        check_folder("--answers", options.answers)
     check_file("--json", options.json)
     check_file("--html", options.html)
     if options.html is not None:

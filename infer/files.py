@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def check_file(flag: str, path: Path | None) -> None:
         raise InputError(f"{flag} {path}: there is no folder {path.parent}: make it first")
     if path.is_dir():
         raise InputError(f"{flag} {path} is a folder: name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{flag} {path} cannot be written: name a file where you may write")
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raise `InputError` if nothing could be written into a folder, or into the one that it would be made in."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise InputError(f"{flag} cannot write into {folder}: copy it, or name a folder, where you may write")
 
 
 def check_picture(flag: str, path: Path | None) -> None:
@@ -52,6 +62,9 @@ def check_matplotlib(flag: str) -> None:
 
 def write_record(result: dict[str, Any], file: Path | None) -> None:
     """The record as the last line of standard output, and in a file if asked for."""
+    print(json.dumps(result, allow_nan=False), flush=True)  # first: a full disk must not cost the record
     if file is not None:
-        file.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    print(json.dumps(result, allow_nan=False))
+        try:
+            file.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {file}: {error.strerror}; standard output has the record") from None

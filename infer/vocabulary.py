@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.errors import InputError
+from infer.files import check_folder
 from infer.options import ModelOptions, add_model_flags, positive
 from infer.prompt_file import read_texts
 from infer.source import local_folder
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--write needs a folder, and {arguments.model} is on the Hub: download it (hf download {arguments.model} "
             "--local-dir FOLDER) and give FOLDER"
         )
+    if arguments.write and folder is not None:
+        check_folder("--write", folder)
     pieces = [list(read_pieces(path)) for path in arguments.text]  # before seconds of imports and loading
 
     from infer.loading import load
