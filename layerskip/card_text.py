@@ -51,7 +51,7 @@ output = model.generate(**inputs, max_new_tokens=64)
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 ```
 
-The same output by self-speculative decoding, with the `layerskip` library:
+The same output by self-speculative decoding, with the `layerskip` library (`pip install layerskip-kit`):
 
 ```python
 import layerskip

@@ -13,6 +13,7 @@ from huggingface_hub.utils import close_session
 
 from layerskip import card, hub
 from layerskip.adapters import ADAPTERS_FILE
+from layerskip.custom_generate import REQUIREMENTS
 from layerskip.recipe import Recipe
 from layerskip.run_record import read_run
 from layerskip.scrub import find_secret, scrub
@@ -281,6 +282,7 @@ def test_the_card_names_data_pictures_and_every_way_to_use_it(run_dir):
         "![speed](plots/speed.svg)",
         "transformers serve someone/quick --trust-remote-code",
         'from_pretrained("someone/quick", trust_remote_code=True)',
+        f"pip install {REQUIREMENTS.strip()}",  # the library's distribution is not named as its package is
     ):
         assert said in text
     (run_dir / "custom_generate" / "generate.py").unlink()
