@@ -19,9 +19,14 @@ step "3/4  Is self-speculative output the whole model's? Greedy, float32, token 
 step "4/4  Is it faster? Settings chosen on validation prompts, measured on test prompts" \
     python -m infer benchmark "$run" "${benchmark[@]}" --json "$run/benchmark.json"
 
+# `make` puts the environment on this script's path only: what is typed afterwards needs it, too.
+bin=$(dirname "$(command -v accelerate)") activate=
+[ -n "${VIRTUAL_ENV:-}" ] || [ ! -f "$bin/activate" ] || activate="
+  source ${bin#"$PWD/"}/activate                            once in a shell: the commands below need it"
+
 cat <<EOF
 
-Next:
+Next:$activate
   python -m infer chat $run --color                      talk to it (a very small model of Python code)
   python -m infer generate $run "class Stack:"           continue your own text
   accelerate launch train $config optim.max_steps=5000   train longer: the run goes on from its checkpoint
