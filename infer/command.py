@@ -23,6 +23,8 @@ COMMANDS = {
     "push": ("infer.push", "upload a run with its model card to the Hugging Face Hub"),
 }
 
+_NEEDED = ("huggingface_hub", "rich", "torch", "transformers")  # missing in a Python that is not the environment's
+
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line."""
@@ -55,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        way_out = "`source .venv/bin/activate`, or `pip install -e '.[infer]'`"
+        print(f"error: {sys.executable} has no module {error.name!r}: {way_out}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

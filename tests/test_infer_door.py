@@ -31,6 +31,15 @@ def test_three_doors(door, tmp_path):
     assert all(command in result.stdout for command in COMMANDS)
 
 
+@pytest.mark.parametrize("argv", [["generate", "run", "hi"], ["push", "run", "--repo", "me/it"]])
+def test_a_python_outside_the_environment_is_told_in_one_line(argv):
+    python = [sys.executable, "-S", "-m", "infer"]  # -S: without what is installed
+    result = subprocess.run([*python, *argv], cwd=CHECKOUT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "has no module 'rich': `source .venv/bin/activate`, or `pip install -e '.[infer]'`" in result.stderr
+
+
 def test_help_and_wrong_flags_import_no_torch():
     script = """
 import sys
