@@ -16,6 +16,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "exit_weights": "paper",
         "curriculum": "rotational",
         "curriculum_stride": 8,
+        "self_distillation": 0.0,
     },
     # From scratch: dropout rises over the run and each step trains one or two exits (R = L - 1). The paper raises the
     # learning rate too (4e-4 to 8e-4 at 1.5B), and p_max to 0.2 at 7B.
@@ -26,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "exit_weights": "paper",
         "curriculum": "rotational",
         "curriculum_stride": None,
+        "self_distillation": 0.0,
     },
     # Finetuning Llama 1 7B on code: a narrow domain stands the full e_scale.
     "paper-finetune": {
@@ -35,6 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "exit_weights": "paper",
         "curriculum": "rotational",
         "curriculum_stride": 16,
+        "self_distillation": 0.0,
     },
     # Finetuning a 1.5B model on one task (TOPv2).
     "paper-finetune-task": {
@@ -43,6 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "exit_loss_scale": 1.0,
         "exit_weights": "paper",
         "curriculum": "gradual",
+        "self_distillation": 0.0,
     },
     # Elhoushi et al. 2026 (arXiv 2609.05275): much dropout, linear in depth, falling over time, rescaled, and no exit
     # loss at all. It saves training time; exits come out weaker than trained ones.
@@ -53,9 +57,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dropout_rescale": True,
         "exit_loss_scale": 0.0,
         "exit_weights": "uniform",
+        "self_distillation": 0.0,
     },
-    # The kit's own: few shallow exits, one a step, half of their loss from the model's own output, read at a quarter
-    # of the positions.
+    # The default recipe at a quarter of the positions: for large vocabularies, where an exit costs as much as eight
+    # layers.
     "self-distill": {
         "max_dropout": 0.1,
         "exit_loss_scale": 0.5,

@@ -38,7 +38,8 @@ class Recipe:
     """How layers are dropped and exits are trained. Symbols as in Elhoushi et al. 2024 (arXiv 2404.16710), 4.1.
 
     Exits are counted in layers run: exit 2 is the output of the paper's layer l = 1, exit L is the model itself.
-    `Recipe.preset(name)` gives the paper's and others' choices by name.
+    The defaults are what won `scripts/ablation.py` (README, "Which recipe"): two shallow exits in turn, half of their
+    loss from the model's own output. `Recipe.preset(name)` gives the paper's and others' choices by name.
     """
 
     max_dropout: float = 0.1  # p_max, the rate at the last layer
@@ -46,14 +47,14 @@ class Recipe:
     dropout_time: str = "constant"  # S(t): 1, rising: 2^(t/(T-1)) - 1 (paper, from scratch), falling: 1 - t/(T-1)
     dropout_per: str = "sample"  # each sample draws for itself (paper), or the whole micro-batch at once: batch
     dropout_rescale: bool = False  # a kept layer's contribution is divided by its keep rate (2609.05275)
-    exit_loss_scale: float = 0.2  # e_scale: how much early exits weigh against the last layer
-    exit_weights: str = "paper"  # e(l): grows with depth (paper); uniform: e_scale each; shallow: falls with depth
+    exit_loss_scale: float = 0.5  # e_scale: how much early exits weigh against the last layer
+    exit_weights: str = "shallow"  # e(l): falls with depth; uniform: e_scale each; paper: grows with depth
     exits: tuple[int, ...] | None = None  # early exits that are trained; None: all, or for shallow two near the top
     exit_loss_positions: float = 1.0  # share of the positions an exit learns from, drawn anew each step (unbiased)
     curriculum: str = "rotational"  # C(t,l): which of them at a step: every R-th in turn, gradual, or all
-    curriculum_stride: int | None = 8  # R, rotational only; None: L - 1 (paper, from scratch)
+    curriculum_stride: int | None = 2  # R, rotational only; None: L - 1 (paper, from scratch)
     include_last: bool = True  # the last layer is in the loss at every step, whatever the curriculum says
-    self_distillation: float = 0.0  # share of an exit's loss that is cross-entropy to the last layer's own output
+    self_distillation: float = 0.5  # share of an exit's loss that is cross-entropy to the last layer's own output
     distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
     reference_weight: float = 0.0  # weight of KL(original model || last layer), which guards the model's quality
     adapter_rank: int | None = None  # each exit drafts through a low-rank adapter of this rank; None: none

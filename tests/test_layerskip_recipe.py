@@ -46,19 +46,19 @@ def test_dropout_over_time():
 
 
 def test_exit_scales_of_the_paper():
-    recipe = Recipe(exit_loss_scale=0.2)
+    recipe = Recipe.preset("paper-continual")
     scales = [exit_scale(recipe, l + 1, 32) for l in (0, 8, 16, 24, 30, 31)]
     assert scales == pytest.approx([0, 7.2, 27.2, 60, 93, 124], abs=1e-9)
-    assert exit_scale(Recipe(exit_loss_scale=1.0), 32, 32) == pytest.approx(496)
+    assert exit_scale(Recipe(exit_loss_scale=1.0, exit_weights="paper"), 32, 32) == pytest.approx(496)
 
 
 def test_exit_weights_of_the_paper():
-    recipe = Recipe(exit_loss_scale=0.2, curriculum_stride=8)
+    recipe = Recipe.preset("paper-continual")
     active = active_exits(recipe, 32, step=0)
     assert [e - 1 for e in active] == [0, 8, 16, 24, 31]
     weights = exit_weights(recipe, active, 32)
     assert list(weights.values()) == pytest.approx([0, 0.0330, 0.1245, 0.2747, 0.5678], abs=5e-5)
-    full = exit_weights(Recipe(exit_loss_scale=1.0), active_exits(Recipe(), 32, 0), 32)
+    full = exit_weights(Recipe.preset("paper-continual", exit_loss_scale=1.0), active, 32)
     assert full[32] == pytest.approx(496 / (36 + 136 + 300 + 496), abs=1e-9)
 
 
@@ -298,7 +298,7 @@ def test_the_loss_is_the_weighted_sum_of_the_exits_losses(tiny_llama):
     ids = batch()
     with torch.no_grad():
         expected = {e: _cross_entropy(_truncated(tiny_llama, e)(input_ids=ids).logits, ids) for e in (1, 2, 3, 4)}
-    recipe = Recipe(max_dropout=0, exit_loss_scale=0.5, curriculum="all")
+    recipe = Recipe.preset("paper-continual", max_dropout=0, exit_loss_scale=0.5, curriculum="all")
     handle = prepare(tiny_llama, recipe)
     loss = tiny_llama.train()(input_ids=ids, labels=ids).loss
     weights = exit_weights(recipe, (1, 2, 3, 4), 4)
