@@ -75,13 +75,15 @@ class Terminal:
         print(text, file=sys.stderr, flush=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-        """A table on standard output; the first column is text, the others are numbers."""
-        console = PipeConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, markup=False)
+        """A table on standard output; the first column is text, the others are numbers. Where the terminal is narrower
+        than its numbers, lines are as long as they have to be: a cut number is none."""
+        console = PipeConsole(width=self.width, highlight=False, markup=False)
         table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if index else "left", no_wrap=bool(index))
         for row in rows:
             table.add_row(*row)
+        console.width = max(console.width, console.measure(table, options=console.options.update(width=9999)).minimum)
         console.print(table)
 
     @property

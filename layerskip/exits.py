@@ -77,8 +77,8 @@ def _taught(model: PreTrainedModel) -> list[KnownExit]:
     found = []
     for exit_layer in sorted(exits):
         numbers = measured.get(exit_layer, {})
-        agreement = numbers.get("agreement") or _UNKNOWN
-        found.append(KnownExit(exit_layer, agreement, numbers.get("overlap") or agreement))
+        agreement = numbers.get("agreement", _UNKNOWN)
+        found.append(KnownExit(exit_layer, agreement, numbers.get("overlap", agreement)))
     return found
 
 

@@ -53,8 +53,15 @@ def join(newcomers: Sequence[Newcomer], stages: Stages, cache: RollbackCache, ro
     """Add newcomers behind the rows of a batch, between two rounds; returns them, numbered on from those before.
 
     Raises:
-        ValueError: for acceptance="coupled", whose noise is numbered by the rows that a call began with.
+        ValueError: for acceptance="coupled", whose noise is numbered by the rows that a call began with; for a prompt
+            that leaves no room for a token.
     """
+    for newcomer in newcomers:
+        if newcomer.max_length <= len(newcomer.prompt):
+            raise ValueError(
+                f"max_length={newcomer.max_length} leaves no room behind a prompt of {len(newcomer.prompt)} tokens: "
+                "give more, or a shorter prompt"
+            )
     if any(newcomer.sampler.do_sample and newcomer.sampler.acceptance == "coupled" for newcomer in newcomers):
         raise ValueError("acceptance='coupled' keys its noise by the rows a call began with: no row can join them")
     prompts = [newcomer.prompt for newcomer in newcomers]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.command import COMMANDS, main
+from infer.terminal import Terminal
 from tests import tiny
 
 CHECKOUT = Path(__file__).parents[1]
@@ -44,6 +45,7 @@ def test_help_and_wrong_flags_import_no_torch():
     script = """
 import sys
 from infer.command import COMMANDS, main
+from infer.terminal import Terminal
 for argv in [["--help"], *([name, "--help"] for name in COMMANDS), ["generate", "no/such/model", "hi"],
              ["push", "nowhere", "--repo", "me/it", "--dry-run"], ["benchmark", "no/such/model"]]:
     try:
@@ -228,3 +230,12 @@ def test_a_reader_that_leaves_early_is_no_error(tiny_checkpoint):
     result = subprocess.run(["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "0"
     assert result.stderr == ""
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    row = ["self-speculative", "123.4", "1.23", "1.10-1.30"]
+    Terminal().table("A title", ["arm", "tokens/s", "speedup", "spread"], [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(all(cell in line for cell in row) for line in lines)

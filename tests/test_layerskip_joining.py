@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,3 +102,9 @@ def test_noise_by_row_number_is_refused(tiny_llama):
     rows = newcomers(5, 0, Sampler(do_sample=True, acceptance="coupled", seeds=(0, 1)))
     with pytest.raises(ValueError, match="no row can join"):
         continuously(tiny_llama, {}, rows, 0)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tiny_llama):
+    full = [replace(row, max_length=len(row.prompt)) for row in newcomers(5, 0, Sampler())]
+    with pytest.raises(ValueError, match="leaves no room behind a prompt of"):
+        continuously(tiny_llama, {}, full, 0)
