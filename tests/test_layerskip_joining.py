@@ -11,7 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenalt
 from layerskip.adaptive import adaptive_for
 from layerskip.decoding import decode
 from layerskip.drafters import drafter_for
-from layerskip.joining import Newcomer
+from layerskip.joining import Newcomer, join
+from layerskip.rows import Rows
 from layerskip.sampling import Sampler
 from layerskip.settings import resolve_setting
 from layerskip.stages import Stages
@@ -105,6 +106,7 @@ def test_noise_by_row_number_is_refused(tiny_llama):
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tiny_llama):
-    full = [replace(row, max_length=len(row.prompt)) for row in newcomers(5, 0, Sampler())]
-    with pytest.raises(ValueError, match="leaves no room behind a prompt of"):
-        continuously(tiny_llama, {}, full, 0)
+    stages = Stages(tiny_llama, 2)
+    full = [replace(row, max_length=len(row.prompt)) for row in newcomers(2, 0, Sampler())]
+    with pytest.raises(ValueError, match="max_length=1 leaves no room behind a prompt of 1 tokens"):
+        join(full, stages, stages.new_cache(), Rows([], [], []), None)
