@@ -107,6 +107,8 @@ def test_noise_by_row_number_is_refused(tiny_llama):
 
 def test_a_prompt_that_leaves_no_room_is_refused(tiny_llama):
     stages = Stages(tiny_llama, 2)
-    full = [replace(row, max_length=len(row.prompt)) for row in newcomers(2, 0, Sampler())]
+    going, *_ = newcomers(2, 0, Sampler())
+    full = [replace(going, max_length=len(going.prompt))]
+    rows = Rows([going.prompt], [going.prompt], [going.max_length])
     with pytest.raises(ValueError, match="max_length=1 leaves no room behind a prompt of 1 tokens"):
-        join(full, stages, stages.new_cache(), Rows([], [], []), None)
+        join(full, stages, stages.new_cache(), rows, None)
