@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 
 from infer.grammar import add_grammar_flags, compile_grammar, read_definition
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
@@ -31,11 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # here, so that wrong flags are told before seconds of imports
 
-    from infer.conversation import Conversation
+    from infer.conversation import Conversation, check_system
     from infer.dialogue import Dialogue
     from infer.loading import load_to_decode
 
-    loaded, setting = load_to_decode(ModelOptions.read(arguments), options.speculation, terminal)
+    loaded, setting = load_to_decode(
+        ModelOptions.read(arguments),
+        options.speculation,
+        terminal,
+        lambda loaded: check_system(loaded, arguments.system),
+    )
     if definition is not None:
         options = replace(options, grammar=compile_grammar(definition, loaded))
     conversation = Conversation(loaded, setting, options, arguments.system)

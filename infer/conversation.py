@@ -32,8 +32,7 @@ class Conversation:
             InputError: if there is a system text but no template to put it in.
         """
         self.has_template = bool(loaded.tokenizer.chat_template)
-        if system is not None and not self.has_template:
-            raise InputError(f"--system {system!r} needs a chat template, which this tokenizer has not: leave it out")
+        check_system(loaded, system)
         self.loaded, self._setting, self._options = loaded, setting, options
         self._system = system
         self._cache = layerskip.RollbackCache(num_layers(loaded.model))
@@ -122,3 +121,9 @@ class Conversation:
     def _end_ids(self) -> list[int]:
         end = self.loaded.model.generation_config.eos_token_id
         return end if isinstance(end, list) else [] if end is None else [end]
+
+
+def check_system(loaded: Loaded, system: str | None) -> None:
+    """Raise `InputError` if there is a system text but no template to put it in."""
+    if system is not None and not loaded.tokenizer.chat_template:
+        raise InputError(f"--system {system!r} needs a chat template, which this tokenizer has not: leave it out")

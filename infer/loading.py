@@ -1,7 +1,7 @@
 """Load a model with its tokenizer, checking first what can be checked from their small files."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -95,9 +95,15 @@ def load(
 
 
 def load_to_decode(
-    options: ModelOptions, speculation: SpeculationOptions, terminal: Terminal
+    options: ModelOptions,
+    speculation: SpeculationOptions,
+    terminal: Terminal,
+    check: Callable[[Loaded], None] | None = None,
 ) -> tuple[Loaded, Setting]:
     """The model, and what was asked for completed by what it carries: plain decoding, with a note, if nothing is.
+
+    Args:
+        check: raises an `InputError` where the model does not do; asked before anything is said.
 
     Raises:
         InputError: before the weights are read wherever the reason is known by then.
@@ -107,6 +113,8 @@ def load_to_decode(
     loaded = load(options, [speculation.exit_layer])
     asked = speculation.setting()
     setting = choose_setting(loaded, asked.pop("exit_layer"), asked.pop("num_draft_tokens"), **asked)
+    if check is not None:
+        check(loaded)
     if setting is None:
         terminal.note(_NO_EXIT)
         setting = Setting(None, 0)

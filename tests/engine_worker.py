@@ -49,19 +49,20 @@ class Variant:
     own_text: tuple[int, ...] = ()  # steps in which the last layer is left out of the loss
 
 
+PAPER = partial(layerskip.Recipe.preset, "paper-continual")
 VARIANTS = {
     # The paper's: every layer dropped at its own rate, all exits in the loss, the head called five times a forward.
-    "dropout": Variant(layerskip.Recipe(max_dropout=0.6, curriculum="all")),
+    "dropout": Variant(PAPER(max_dropout=0.6, curriculum="all")),
     # Four micro-steps of one row a process: whole micro-batches are dropped, on one process and not the other.
     "accumulated": Variant(
-        layerskip.Recipe(max_dropout=0.6, curriculum="all", self_distillation=0.5, dropout_depth="linear"),
+        PAPER(max_dropout=0.6, curriculum="all", self_distillation=0.5, dropout_depth="linear"),
         micro_steps=4,
         model={"tie_word_embeddings": True},
         recompute=True,
     ),
     # Another set of exits in every step, and steps in which the layers above the exit get no gradient.
     "rotating": Variant(
-        layerskip.Recipe(max_dropout=0.3, curriculum="rotational", curriculum_stride=3),
+        PAPER(max_dropout=0.3, curriculum="rotational", curriculum_stride=3),
         micro_steps=2,
         own_text=(4, 6, 7),
     ),
