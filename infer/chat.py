@@ -3,7 +3,6 @@
 import argparse
 import sys
 from dataclasses import replace
-from functools import partial
 
 from infer.grammar import add_grammar_flags, compile_grammar, read_definition
 from infer.options import DecodingOptions, ModelOptions, add_decoding_flags, add_model_flags
