@@ -3,11 +3,10 @@
 import argparse
 from pathlib import Path
 
-from infer.options import ModelOptions, add_model_flags, add_prompt_flags, positive, positives, seed
+from infer.options import ModelOptions, above_zero, add_model_flags, add_prompt_flags, positive, positives, seed
 from infer.prompts import find_prompts
 from infer.serving.options import ARMS, BATCHINGS, CLOCKS, DEFAULT_ARMS, DEFAULT_CONCURRENCY, LoadOptions
 from infer.source import local_folder
-from infer.speculation import number
 from infer.terminal import Terminal
 
 
@@ -78,11 +77,6 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 def rates(text: str) -> list[float]:
     """Numbers above 0 between commas; each once, in order."""
     return sorted({above_zero(part) for part in text.split(",")})
-
-
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    return float(number(text, float, lambda value: 0 < value < float("inf"), "a number above 0"))
 
 
 def arms(text: str) -> tuple[str, ...]:

@@ -181,9 +181,14 @@ def not_negative(text: str) -> float:
     return number(text, float, lambda value: 0 <= value < float("inf"), "a number, 0 or more")
 
 
+def above_zero(text: str, what: str = "a number") -> float:
+    """A finite number above 0; `what` it is, for the error."""
+    return number(text, float, lambda value: 0 < value < float("inf"), f"{what} above 0")
+
+
 def seconds(text: str) -> float:
-    """A finite number above 0."""
-    return number(text, float, lambda value: 0 < value < float("inf"), "a number of seconds above 0")
+    """A finite number of seconds above 0."""
+    return above_zero(text, "a number of seconds")
 
 
 def share(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
@@ -41,6 +42,11 @@ def write_whole(path: Path, text: str) -> Path:
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def write_json(path: Path, record: dict[str, Any]) -> Path:
+    """The same of a record."""
+    return write_whole(path, json.dumps(record, indent=2) + "\n")
 
 
 def _commit(config: PreTrainedConfig) -> str | None:

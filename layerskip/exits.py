@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.anatomy import num_layers
 from layerskip.recipe import Recipe
@@ -70,7 +70,7 @@ def _taught(model: PreTrainedModel) -> list[KnownExit]:
     """Every exit that was measured, or else trained, and the tuned one."""
     kept = carried(model.config)
     measured = {int(exit_layer): numbers for exit_layer, numbers in (kept.get("exits") or {}).items()}
-    exits = set(measured) or set(_trained_exits(kept.get("recipe"), num_layers(model)))
+    exits = set(measured) or set(trained_exits(model.config, num_layers(model)))
     tuned = tuned_setting(model)
     if tuned is not None and isinstance(tuned.exit_layer, int):
         exits.add(tuned.exit_layer)
@@ -91,8 +91,10 @@ def _promise(known: KnownExit, layers: int) -> float:
     return 1 / (1 - min(known.agreement, 0.99)) / (1 + 4 * known.exit_layer / layers)
 
 
-def _trained_exits(recipe: dict[str, object] | None, layers: int) -> tuple[int, ...]:
-    """Of the recipe that a checkpoint carries; none where another version wrote it."""
+def trained_exits(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:
+    """Early exits that the recipe in a model's config trains in `layers` layers, ascending; none where there is no
+    recipe, or another version wrote it."""
+    recipe = carried(config).get("recipe")
     if not recipe:
         return ()
     try:

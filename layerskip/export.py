@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from layerskip.adapters import ExitAdapter, adapter_at
 from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
-from layerskip.companion import write_whole
+from layerskip.companion import write_json
 from layerskip.folding import fold_adapter
 from layerskip.settings import KEY
 from layerskip.stages import SELF_CHECK_TOLERANCE, Stages
@@ -186,4 +186,4 @@ def write_early_exit(folder: str | os.PathLike[str], exit_layer: int | None, num
         tokens = (num_draft_tokens, "constant") if num_draft_tokens else (None, None)
         values = dict(zip(_EARLY_EXIT, (exit_layer, *tokens), strict=True))
         stored |= {name: value for name, value in values.items() if value is not None}
-    return write_whole(path, json.dumps(stored, indent=2) + "\n")
+    return write_json(path, stored)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.anatomy import device_of
-from layerskip.companion import find_companion, write_whole
+from layerskip.companion import find_companion, write_json
 from layerskip.settings import KEY, carried
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -106,7 +106,7 @@ def store_draft_vocabulary(folder: str | os.PathLike[str], token_ids: Tensor) ->
     partial = path.with_suffix(".partial")
     save_file({_NAME: token_ids.detach().cpu().contiguous()}, partial)
     os.replace(partial, path)
-    write_whole(config_path, json.dumps(config, indent=2) + "\n")
+    write_json(config_path, config)
     return path
 
 

@@ -15,6 +15,7 @@ from infer.command import main
 from infer.options import DecodingOptions
 from layerskip.settings import Setting
 from tests import tiny
+from tests.programs import quiet
 
 GREEDY = DecodingOptions(max_new_tokens=24).generate_arguments()
 SAMPLED = DecodingOptions(max_new_tokens=24, temperature=1.0).generate_arguments()
@@ -24,28 +25,19 @@ def prompts() -> list[torch.Tensor]:
     return [torch.tensor([[5, 9, 17 + i, 30, 8, 5, 9][: 4 + i]]) for i in range(3)]
 
 
-def quiet(label: str) -> None:
-    pass
-
-
 @pytest.fixture
 def model():
-    model = tiny.llama()
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny.endless(tiny.llama())
 
 
 @pytest.fixture
 def assistant():
-    model = tiny.llama(num_layers=1, seed=3)
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny.endless(tiny.llama(num_layers=1, seed=3))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_every_rival_gives_plain_decodings_greedy_output(name, assistant):
-    model = tiny.architecture(name)
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.architecture(name))
     arms = [plain(), prompt_lookup(8), assistant_model(assistant, None, 3), assistant_model(assistant, None, None)]
     measured = measure(model, arms, Protocol(prompts(), GREEDY, 1), quiet)
     for entry in measured:
@@ -75,8 +67,7 @@ def test_without_a_compiler_the_arm_says_so_and_the_others_go_on(model):
 
 @pytest.mark.slow
 def test_inductors_output_is_plain_decodings():
-    model = tiny.llama(num_layers=2)
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.llama(num_layers=2))
     torch._dynamo.reset()
     measured = measure(model, [plain(), compiled()], Protocol(prompts(), GREEDY, 1), quiet)
     assert measured[1].error is None, measured[1].error
@@ -86,8 +77,7 @@ def test_inductors_output_is_plain_decodings():
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])
 def test_a_model_that_assists_itself_has_all_its_drafts_accepted(model, num_draft_tokens):
     before = model.generation_config.to_dict()
-    twin = tiny.llama()
-    twin.generation_config.eos_token_id = None
+    twin = tiny.endless(tiny.llama())
     kept = twin.generation_config.to_dict()
     counts = assistant_model(twin, None, num_draft_tokens).run(model, prompts()[0], GREEDY).statistics
     assert counts.num_tokens == 24

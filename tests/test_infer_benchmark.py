@@ -25,6 +25,7 @@ from layerskip.acceptance import chain_walk
 from layerskip.settings import Setting
 from layerskip.stages import Stages
 from tests import tiny
+from tests.programs import prompts, quiet, run
 
 ARMS = ["plain", "plain loop", "self-speculative", "assistant_early_exit"]
 GREEDY = DecodingOptions(max_new_tokens=16).generate_arguments()
@@ -37,19 +38,9 @@ def benchmark(folder, capsys, *flags: str, code: int = 0) -> tuple[str, dict]:
     return shown, json.loads(last)
 
 
-def prompts(n: int = 2) -> list[torch.Tensor]:
-    return [torch.tensor([[5, 9, 17 + i, 30, 8]]) for i in range(n)]
-
-
-def quiet(label: str) -> None:
-    pass
-
-
 @pytest.fixture
 def model():
-    model = tiny.llama()
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny.endless(tiny.llama())
 
 
 def test_the_table_and_its_record_hold_every_arm(tiny_checkpoint, capsys):
@@ -194,8 +185,7 @@ def test_transformers_early_exit_drafts_as_long_as_asked_and_leaves_the_model_as
 
 
 def test_an_architecture_on_which_transformers_early_exit_fails_is_a_row_that_says_so():
-    model = tiny.architecture("gpt2")
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.architecture("gpt2"))
     arms = [plain(), self_speculative(Setting(2, 3)), assistant_early_exit(Setting(2, 3))]
     measured = measure(model, arms, Protocol(prompts(), GREEDY, 1), quiet)
     assert [entry.error is None for entry in measured] == [True, True, False]
@@ -260,8 +250,7 @@ def test_flags_of_one_draft_add_its_arm_to_the_usual_ones(tiny_checkpoint, capsy
 
 
 def test_coupled_outputs_are_those_of_plain_decoding_with_the_noise(tiny_checkpoint):
-    model = tiny.llama()
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.llama())
     arguments = DecodingOptions(max_new_tokens=12, temperature=1.3).generate_arguments()
     outputs = []
     for setting in (Setting(2, 4), Setting(None, 0), Setting(3, 2)):
@@ -437,11 +426,7 @@ def test_an_architecture_that_decodes_no_batches_is_a_row_that_says_so(tiny_chec
     ],
 )
 def test_comparisons_that_will_not_do(flags, said, tiny_checkpoint, capsys):
-    try:
-        code = main(["benchmark", str(tiny_checkpoint), *flags])
-    except SystemExit as leave:
-        code = leave.code
-    err = capsys.readouterr().err
+    code, _, err = run(["benchmark", str(tiny_checkpoint), *flags], capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert said in err
 

@@ -24,32 +24,22 @@ from layerskip.forecast import cycle
 from layerskip.settings import Setting
 from layerskip.stats import Statistics
 from tests import tiny
+from tests.programs import prompts, quiet
 
 GREEDY = DecodingOptions(max_new_tokens=15).generate_arguments()
 SETTING = Setting(2, 3)
 
 
-def prompts(n: int = 2) -> list[torch.Tensor]:
-    return [torch.tensor([[5, 9, 17 + i, 30, 8]]) for i in range(n)]
-
-
-def quiet(label: str) -> None:
-    pass
-
-
 @pytest.fixture
 def model():
-    model = tiny.llama()
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny.endless(tiny.llama())
 
 
 @pytest.fixture(scope="module")
 def measured():
     """Plain decoding, the loop, a chain, transformers' early exit."""
     torch.manual_seed(0)
-    model = tiny.llama()
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.llama())
     arms = [plain(), plain_loop(), self_speculative(SETTING), assistant_early_exit(SETTING)]
     return measure(model, arms, Protocol(prompts(), GREEDY, 2), quiet)
 

@@ -11,6 +11,7 @@ import pytest
 from infer.benchmarking.figures import against_ideal, label
 from infer.benchmarking.page import benchmark_page, headline
 from infer.command import main
+from tests.programs import run
 
 _VOID = {"meta", "img", "source"}
 _FLAGS = ("--max-new-tokens", "8", "--num-prompts", "2", "--repeats", "1", "--exit-layers", "1,2")
@@ -160,10 +161,6 @@ def test_batches_and_budgets_have_a_page(tiny_checkpoint, capsys):
     ],
 )
 def test_flags_that_will_not_do(flags, said, tiny_checkpoint, capsys):
-    try:
-        code = main(["benchmark", str(tiny_checkpoint), *flags])
-    except SystemExit as leave:
-        code = leave.code
-    err = capsys.readouterr().err
+    code, _, err = run(["benchmark", str(tiny_checkpoint), *flags], capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert said in err

@@ -31,8 +31,7 @@ TURNS = ("def add(a", "the quick brown", "lazy dog")
 def loaded(template: str | None = None, **config) -> Loaded:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
-    model = tiny.llama(vocab_size=len(tokenizer), **config)
-    model.generation_config.eos_token_id = None  # answers are as long as asked for
+    model = tiny.endless(tiny.llama(vocab_size=len(tokenizer), **config))
     return Loaded("tiny", model, tokenizer)
 
 

@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from infer.command import COMMANDS, main
+from infer.command import COMMANDS
 from infer.terminal import Terminal
 from tests import tiny
+from tests.programs import run
 
 CHECKOUT = Path(__file__).parents[1]
-
-
-def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    try:
-        code = main(argv)
-    except SystemExit as leave:
-        code = leave.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("door", [["-m", "infer"], ["infer"], [str(CHECKOUT / "infer")]])

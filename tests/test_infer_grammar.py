@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infer.command import main
 from layerskip.grammar import Grammar
+from tests import programs
 
 pytest.importorskip("llguidance")
 
@@ -27,12 +28,7 @@ LARK = 'start: WORD (" " WORD){2}\nWORD: /[a-z]{1,5}/\n'
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
-    try:
-        code = main(["generate", "--max-new-tokens", "99", *argv])
-    except SystemExit as leave:
-        code = leave.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return programs.run(["generate", "--max-new-tokens", "99", *argv], capsys)
 
 
 def check(flag: str, text: str) -> None:

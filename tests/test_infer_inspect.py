@@ -20,6 +20,7 @@ from layerskip.adapters import attach_adapters
 from layerskip.settings import Setting, store_setting
 from layerskip.vocabulary import store_draft_vocabulary
 from tests import tiny
+from tests.programs import run
 
 PROMPT = "def add(a, b):\n\treturn </script><b>"
 
@@ -27,8 +28,7 @@ PROMPT = "def add(a, b):\n\treturn </script><b>"
 @pytest.fixture
 def loaded(tokenizer):
     """A tiny Llama that never ends a text."""
-    model = tiny.llama(vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.llama(vocab_size=len(tokenizer)))
     return Loaded("tiny", model, tokenizer)
 
 
@@ -206,10 +206,7 @@ def test_the_command_shows_the_tuned_decoding(tiny_checkpoint, tokenizer, tmp_pa
     ],
 )
 def test_errors_are_told_in_a_line(argv, said, tiny_checkpoint, tmp_path, capsys):
-    try:
-        code = main(["inspect", str(tiny_checkpoint), *(part.format(tmp=tmp_path) for part in argv)])
-    except SystemExit as error:  # argparse's
-        code = error.code
-    out, err = capsys.readouterr()
+    asked = [part.format(tmp=tmp_path) for part in argv]
+    code, out, err = run(["inspect", str(tiny_checkpoint), *asked], capsys)
     assert (code, out) == (2, "")
     assert said.format(tmp=tmp_path) in err.splitlines()[-1]

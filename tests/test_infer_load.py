@@ -15,6 +15,7 @@ from infer.serving.report import draw, pays_line
 from infer.serving.worker import Request, Worker
 from layerskip.settings import Setting
 from tests import tiny
+from tests.programs import run
 
 SETTINGS = {
     "loop": Setting(None, 0),
@@ -241,11 +242,7 @@ def test_where_drafting_pays_is_said(speeds, said):
 )
 def test_wrong_flags_are_told(flags, said, tiny_checkpoint, capsys):
     exit_layer = ("--exit-layer", "2") if flags else ()
-    try:
-        code = main(["load", str(tiny_checkpoint), *exit_layer, *flags])
-    except SystemExit as error:  # argparse's own
-        code = error.code
+    code, _, err = run(["load", str(tiny_checkpoint), *exit_layer, *flags], capsys)
     assert code == 2
-    err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1

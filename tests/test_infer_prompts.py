@@ -33,8 +33,7 @@ def texts(prompts) -> list[str]:
 
 @pytest.fixture
 def loaded(tokenizer):
-    model = tiny.llama(vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = None
+    model = tiny.endless(tiny.llama(vocab_size=len(tokenizer)))
     own = tiny.tokenizer()
     own.chat_template = TEMPLATE
     return Loaded("tiny", model, own)

@@ -12,8 +12,9 @@ from infer.options import ModelOptions
 from infer.tune import MOST_DRAFT_TOKENS, TuneOptions
 from infer.tuning import run as tuning
 from infer.tuning.choice import OFF, decide, how_to_use
+from infer.tuning.evidence import candidates
 from infer.tuning.report import ideal_line, rows
-from infer.tuning.run import candidates, rivals, setting_of
+from infer.tuning.run import rivals, setting_of
 from layerskip.card import write_model_card
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting, carry, tuned_setting

@@ -21,9 +21,7 @@ def tokenizer():
 
 @pytest.fixture
 def model(tokenizer):
-    model = tiny.llama(vocab_size=len(tokenizer), seed=3)
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny.endless(tiny.llama(vocab_size=len(tokenizer), seed=3))
 
 
 def plain_ids(model, tokenizer, prompt: str, **arguments) -> list[int]:

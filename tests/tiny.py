@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -143,3 +144,9 @@ def tokenizer(vocab_size: int = 300, text: str = "def add(a, b):\n    return a +
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def endless(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, which no token ends: outputs are as long as asked for."""
+    model.generation_config.eos_token_id = None
+    return model

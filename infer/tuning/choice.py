@@ -1,7 +1,6 @@
 """The choice that `tune` makes of what it measured, and where it is kept."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from infer.loading import Loaded
 from infer.options import ModelOptions
 from infer.tune import TuneOptions
 from layerskip.card import write_model_card
+from layerskip.companion import write_json
 from layerskip.cost_model import tree_name
 from layerskip.forecast import Forecast
 from layerskip.settings import KEY, Setting, store_setting
@@ -60,13 +60,13 @@ def write_setting(
     stored: dict[str, Any] = json.loads(path.read_text("utf-8") if path.is_file() else config.to_json_string())
     stored.pop("_from_model_config", None)  # with it, transformers would make it anew, without ours
     kept = getattr(config, KEY) | {"tuned_for": {name: conditions[name] for name in _TUNED_FOR}}
-    _write(path, {**stored, KEY: kept})
+    write_json(path, {**stored, KEY: kept})
     written, evaluation, card = [path], folder / "evaluation.json", folder / "README.md"
     if evaluation.is_file():
         record = json.loads(evaluation.read_text("utf-8"))
         own = None if found is None else {**getattr(config, KEY), "chosen_on": "tune", **found}
         known = {name: conditions[name] for name in (*_TUNED_FOR, "batch_size")}
-        _write(evaluation, {**record, "setting": own, "forecast_conditions": known})
+        write_json(evaluation, {**record, "setting": own, "forecast_conditions": known})
         written.append(evaluation)
     before = card.read_bytes() if card.is_file() else None
     if before is not None:
@@ -76,12 +76,6 @@ def write_setting(
 
 
 _TUNED_FOR = ("device", "threads", "dtype")
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def dtype_hint(folder: Path, model: ModelOptions) -> str | None:

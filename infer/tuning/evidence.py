@@ -15,10 +15,9 @@ from infer.tune import TuneOptions
 from infer.tuning.choice import OFF
 from layerskip.anatomy import UnsupportedModelError, num_layers
 from layerskip.costs import Costs, measure_bookkeeping, measure_costs, paper_costs
+from layerskip.exits import trained_exits
 from layerskip.forecast import ExitMeasurement, Forecast, best_setting, measure_exits
 from layerskip.objective import IGNORE_INDEX
-from layerskip.recipe import Recipe
-from layerskip.settings import carried
 from layerskip.stages import Stages
 from layerskip.tree import parse_shape
 from layerskip.vocabulary import draft_vocabulary_of
@@ -43,14 +42,8 @@ class Evidence:
 def candidates(config: PreTrainedConfig, num_layers: int) -> list[int]:
     """Exit layers to choose from: those the checkpoint's recipe trained; where it has none, or they are many, those in
     the first third of the layers, where drafts are cheap."""
-    recipe = carried(config).get("recipe")
     third = list(range(1, max(1, num_layers // 3) + 1))
-    try:
-        known = {name: value for name, value in (recipe or {}).items() if name in Recipe.__dataclass_fields__}
-        trained = Recipe(**known).trained_exits(num_layers) if recipe else ()
-    except (TypeError, ValueError):  # of another version
-        trained = ()
-    trained = tuple(exit_layer for exit_layer in trained if exit_layer < num_layers)
+    trained = tuple(exit_layer for exit_layer in trained_exits(config, num_layers) if exit_layer < num_layers)
     few = trained if len(trained) <= _MOST_EXITS else tuple(e for e in trained if e in third)
     return list(few) or third
 

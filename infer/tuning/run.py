@@ -1,6 +1,5 @@
 """The tuning itself: one teacher-forced pass and a few timings make the forecasts, decoding confirms the best."""
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import islice
@@ -9,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from infer.benchmark import BenchmarkOptions
 from infer.benchmarking.arms import plain, plain_loop, self_speculative
-from infer.benchmarking.comparison import encode, measure_arms
+from infer.benchmarking.comparison import measure_arms
 from infer.benchmarking.measurement import Protocol
 from infer.benchmarking.output import name_of
+from infer.benchmarking.questions import encode
 from infer.conditions import conditions
+from infer.files import write_record
 from infer.loading import Loaded, load
 from infer.options import ModelOptions
 from infer.prompts import Prompts
@@ -23,7 +23,6 @@ from infer.tune import TuneOptions
 from infer.tuning import report as tune_report
 from infer.tuning.choice import decide, dtype_hint, how_to_use, write_setting
 from infer.tuning.evidence import Evidence, look
-from infer.tuning.evidence import candidates as candidates
 from layerskip.forecast import Forecast
 from layerskip.settings import Setting
 
@@ -38,10 +37,7 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
         InputError: if the model or the prompts cannot be used.
     """
     loaded = load(model, options.exit_layers or ())
-    lengths = BenchmarkOptions(
-        num_prompts=options.num_prompts, prompt_tokens=options.prompt_tokens, max_new_tokens=options.max_new_tokens
-    )
-    validation, test = (encode(loaded, texts, lengths) for texts in (prompts.validation, prompts.test))
+    validation, test = (encode(loaded, texts, options) for texts in (prompts.validation, prompts.test))
     evidence = look(loaded, options, validation, terminal)
     test = test[: math.ceil(options.num_prompts / 4)]  # decoding them takes longer than all the rest
     records = confirm(loaded, options, evidence, test, terminal)
@@ -60,7 +56,7 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
             terminal.note(hint)
     else:
         terminal.note(how_to_use(model, options, setting))
-    print(json.dumps(result, allow_nan=False))
+    write_record(result, None)
     return 0
 
 
