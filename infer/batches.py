@@ -17,9 +17,9 @@ from infer.options import DecodingOptions, ModelOptions
 from infer.streaming import check_room
 from infer.tally import Tally
 from infer.terminal import Terminal
-from layerskip.settings import Setting
-from layerskip.stats import Statistics
-from layerskip.streaming import pad_left
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.stats import Statistics
+from layerskip.decode.streaming import pad_left
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from infer.errors import InputError, first_line
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.streaming import stream
-from layerskip.anatomy import num_layers
-from layerskip.cache import shared_length
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
+from layerskip.model.anatomy import num_layers
+from layerskip.model.cache import shared_length
 
 
 class Conversation:

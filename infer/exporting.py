@@ -11,11 +11,11 @@ from infer.export import ExportOptions, exit_of
 from infer.loading import Loaded, load
 from infer.options import ModelOptions
 from infer.terminal import Terminal
-from layerskip import export
-from layerskip.adapters import adapter_at
-from layerskip.anatomy import UnsupportedModelError
+from layerskip.checkpoint.settings import carried, tuned_setting
 from layerskip.custom_generate import remove_custom_generate, write_custom_generate
-from layerskip.settings import carried, tuned_setting
+from layerskip.model.adapters import adapter_at
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.share import export
 
 _COPIED = ("prompts", "custom_generate")  # folders; a run's checkpoints/, data/ and the like stay
 DRAFT_NOTES = """\

@@ -9,7 +9,7 @@ from infer.files import read_text
 
 if TYPE_CHECKING:
     from infer.loading import Loaded
-    from layerskip.grammar import Grammar
+    from layerskip.grammar.processor import Grammar
 
 
 def unfinished(num_tokens: int, max_new_tokens: int) -> str:
@@ -39,7 +39,7 @@ def read_definition(arguments: argparse.Namespace) -> str | None:
     """
     if arguments.json_schema is None and arguments.regex is None and arguments.lark is None:
         return None
-    from layerskip.grammar_definition import define_json_schema, define_lark, define_regex
+    from layerskip.grammar.definition import define_json_schema, define_lark, define_regex
 
     try:
         if arguments.json_schema is not None:
@@ -61,7 +61,7 @@ def compile_grammar(definition: str, loaded: "Loaded") -> "Grammar":
     Raises:
         InputError: if it cannot be written with this tokenizer.
     """
-    from layerskip.grammar import Grammar
+    from layerskip.grammar.processor import Grammar
 
     ends = loaded.model.generation_config.eos_token_id
     known = [end for end in (ends if isinstance(ends, list) else [ends]) if end in range(len(loaded.tokenizer))]

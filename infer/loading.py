@@ -18,13 +18,13 @@ from infer.options import ModelOptions
 from infer.source import local_folder
 from infer.speculation import Auto, SpeculationOptions, Tuned, in_flags
 from infer.terminal import Terminal
-from layerskip.adapters import adapters_of, find_adapters
-from layerskip.anatomy import check_exit_layer
-from layerskip.machine import fast_dtype
-from layerskip.settings import Setting, resolve_setting, tuned_setting
-from layerskip.stages import Stages
-from layerskip.tree import parse_shape
-from layerskip.vocabulary import find_draft_vocabulary
+from layerskip.checkpoint.settings import Setting, resolve_setting, tuned_setting
+from layerskip.checkpoint.vocabulary import find_draft_vocabulary
+from layerskip.model.adapters import adapters_of, find_adapters
+from layerskip.model.anatomy import check_exit_layer
+from layerskip.model.machine import fast_dtype
+from layerskip.model.stages import Stages
+from layerskip.model.tree import parse_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from infer.errors import InputError
 from infer.speculation import SpeculationOptions, add_speculation_flags, number
 
 if TYPE_CHECKING:
-    from layerskip.grammar import Grammar
+    from layerskip.grammar.processor import Grammar
 
 ACCEPTANCES = ("rejection", "block", "coupled")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -8,7 +8,7 @@ from infer.errors import InputError
 from infer.terminal import Terminal
 
 if TYPE_CHECKING:
-    from layerskip.shared_files import SharedFile
+    from layerskip.share.shared_files import SharedFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Upload, or list what would be; returns the exit code."""
-    from layerskip import hub
-    from layerskip.card import is_own_card
+    from layerskip.share import hub
+    from layerskip.share.card import is_own_card
 
     run_dir: Path = arguments.run_dir.expanduser()
     try:
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def dry_run(run_dir: Path, arguments: argparse.Namespace) -> int:
     """List what would be uploaded, with sizes, and write nothing; returns the exit code, 0."""
-    from layerskip.card import is_own_card, model_card
-    from layerskip.shared_files import check_checkpoint, shared_files
+    from layerskip.share.card import is_own_card, model_card
+    from layerskip.share.shared_files import check_checkpoint, shared_files
 
     check_checkpoint(run_dir)
     card = None

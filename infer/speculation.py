@@ -16,7 +16,7 @@ _DYNAMIC = re.compile(r"s\d+_k\d+_d\d+")
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """What `layerskip.settings.Setting` says in the end; "tuned" is what the checkpoint carries."""
+    """What `layerskip.checkpoint.settings.Setting` says in the end; "tuned" is what the checkpoint carries."""
 
     exit_layer: int | Auto | Tuned | None = "tuned"  # layers that draft; "auto": what pays; None: plain
     num_draft_tokens: int | Auto | Tuned = "tuned"  # most tokens drafted a step by a chain; "auto": as many as pay

@@ -9,8 +9,8 @@ import layerskip
 from infer.errors import InputError
 from infer.loading import Loaded
 from infer.options import DecodingOptions
-from layerskip.settings import Setting
-from layerskip.streaming import Detokenizer
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.streaming import Detokenizer
 
 
 def stream(

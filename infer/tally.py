@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from layerskip.stats import Statistics
-from layerskip.streaming import Piece
+from layerskip.decode.stats import Statistics
+from layerskip.decode.streaming import Piece
 
 
 @dataclass

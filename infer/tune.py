@@ -23,7 +23,7 @@ from infer.source import local_folder
 from infer.speculation import tree
 from infer.terminal import Terminal
 
-MOST_DRAFT_TOKENS = 256  # layerskip.tree.MAX_TREE_TOKENS, whose import would take seconds
+MOST_DRAFT_TOKENS = 256  # layerskip.model.tree.MAX_TREE_TOKENS, whose import would take seconds
 TREES = ("s2_k2_d3", "s3_k2_d5", "s4_k2_d6", (2, 1), (2, 1, 1))  # those not deeper than chains may be long
 
 

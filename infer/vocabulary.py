@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     pieces = [list(read_pieces(path)) for path in arguments.text]  # before seconds of imports and loading
 
     from infer.loading import load
-    from layerskip.anatomy import UnsupportedModelError
-    from layerskip.draft_head import with_draft_head
-    from layerskip.vocabulary import most_frequent, store_draft_vocabulary
+    from layerskip.checkpoint.vocabulary import most_frequent, store_draft_vocabulary
+    from layerskip.model.anatomy import UnsupportedModelError
+    from layerskip.model.draft_head import with_draft_head
 
     loaded = load(ModelOptions.read(arguments), [arguments.exit_layer], needs_vocabulary=False)
     vocab_size = len(loaded.tokenizer)
@@ -123,7 +123,7 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 def count_halves(loaded: "Loaded", pieces: Sequence[str]) -> tuple["Tensor", "Tensor"]:
     """Counts (vocab,) of every other piece, and of the rest."""
-    from layerskip.vocabulary import count_tokens
+    from layerskip.checkpoint.vocabulary import count_tokens
 
     return count_tokens(loaded.tokenizer, pieces[::2]), count_tokens(loaded.tokenizer, pieces[1::2])
 
@@ -146,9 +146,9 @@ def candidates(
 ) -> list[Candidate]:
     """What each size covers and costs."""
     from infer.loading import choose_setting
-    from layerskip.anatomy import decoder_layers
-    from layerskip.exits import first_exit
-    from layerskip.vocabulary import coverage, most_frequent
+    from layerskip.checkpoint.vocabulary import coverage, most_frequent
+    from layerskip.draft.exits import first_exit
+    from layerskip.model.anatomy import decoder_layers
 
     always = always_in(loaded)
     setting = choose_setting(loaded, exit_layer or "tuned", "tuned")

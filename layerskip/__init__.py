@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "generate": "generation",
-    "steps": "generation",
-    "SelfSpeculativeOutput": "generation",
-    "stream": "streaming",
-    "Piece": "streaming",
-    "Step": "decoding",
-    "Statistics": "stats",
-    "Stages": "stages",
-    "UnsupportedModelError": "anatomy",
-    "RollbackCache": "cache",
-    "Setting": "settings",
-    "Grammar": "grammar",
-    "Recipe": "recipe",
-    "prepare": "recipe",
-    "RecipeCallback": "callback",
+    "generate": "decode.generation",
+    "steps": "decode.generation",
+    "SelfSpeculativeOutput": "decode.generation",
+    "stream": "decode.streaming",
+    "Piece": "decode.streaming",
+    "Step": "decode.decoding",
+    "Statistics": "decode.stats",
+    "Stages": "model.stages",
+    "UnsupportedModelError": "model.anatomy",
+    "RollbackCache": "model.cache",
+    "Setting": "checkpoint.settings",
+    "Grammar": "grammar.processor",
+    "Recipe": "training.recipe",
+    "prepare": "training.recipe",
+    "RecipeCallback": "training.callback",
 }
 __all__ = [
     "Grammar",
@@ -49,17 +49,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from layerskip.anatomy import UnsupportedModelError
-    from layerskip.cache import RollbackCache
-    from layerskip.callback import RecipeCallback
-    from layerskip.decoding import Step
-    from layerskip.generation import SelfSpeculativeOutput, generate, steps
-    from layerskip.grammar import Grammar
-    from layerskip.recipe import Recipe, prepare
-    from layerskip.settings import Setting
-    from layerskip.stages import Stages
-    from layerskip.stats import Statistics
-    from layerskip.streaming import Piece, stream
+    from layerskip.checkpoint.settings import Setting
+    from layerskip.decode.decoding import Step
+    from layerskip.decode.generation import SelfSpeculativeOutput, generate, steps
+    from layerskip.decode.stats import Statistics
+    from layerskip.decode.streaming import Piece, stream
+    from layerskip.grammar.processor import Grammar
+    from layerskip.model.anatomy import UnsupportedModelError
+    from layerskip.model.cache import RollbackCache
+    from layerskip.model.stages import Stages
+    from layerskip.training.callback import RecipeCallback
+    from layerskip.training.recipe import Recipe, prepare
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,9 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.companion import write_whole
-from layerskip.generation import generate as speculate
-from layerskip.settings import Setting, resolve_setting
+from layerskip.checkpoint.companion import write_whole
+from layerskip.checkpoint.settings import Setting, resolve_setting
+from layerskip.decode.generation import generate as speculate
 
 FOLDER = "custom_generate"
 # Checked by transformers when the checkpoint is loaded, by the distribution's name.

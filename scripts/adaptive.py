@@ -98,7 +98,7 @@ def load(options: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 def arms_of(model, options: argparse.Namespace) -> dict[str, dict[str, Any]]:  # type: ignore[no-untyped-def]
     """Name -> how to draft."""
-    from layerskip.exits import known_exits
+    from layerskip.draft.exits import known_exits
 
     exits = options.exit_layers or [known.exit_layer for known in known_exits(model)]
     arms: dict[str, dict[str, Any]] = {"plain": {"exit_layer": None, "lookup": "off"}}
@@ -114,7 +114,7 @@ def measure(model, tokenizer, arms, options) -> dict[str, dict[str, list[float]]
     import torch
 
     import layerskip
-    from layerskip.adaptive import forget
+    from layerskip.draft.adaptive import forget
 
     sampling = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "top_k": 0}
     if options.temperature:

@@ -37,11 +37,11 @@ def page() -> str:
     exported = {name: getattr(layerskip, name) for name in layerskip.__all__}
     parts = [HEAD, "## layerskip\n", first_paragraph(layerskip) + "\n"]
     parts += [entry(name, thing) for name, thing in exported.items()]
-    for info in sorted(pkgutil.iter_modules(layerskip.__path__), key=lambda info: info.name):
-        module = importlib.import_module(f"layerskip.{info.name}")
+    for info in sorted(pkgutil.walk_packages(layerskip.__path__, "layerskip."), key=lambda info: info.name):
+        module = importlib.import_module(info.name)
         own = [(name, thing) for name, thing in members(module) if thing not in exported.values()]
         if own:
-            parts += [f"## layerskip.{info.name}\n", first_paragraph(module) + "\n"]
+            parts += [f"## {info.name}\n", first_paragraph(module) + "\n"]
             parts += [entry(name, thing) for name, thing in own]
     return "\n".join(parts)
 

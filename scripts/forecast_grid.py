@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from infer.terminal import Terminal
     from infer.tune import TuneOptions
     from infer.tuning.evidence import Evidence
+    from layerskip.checkpoint.settings import Setting
     from layerskip.forecast import ExitMeasurement, Forecast
-    from layerskip.settings import Setting
 
 _PLAIN_EVERY = 8  # cells between two runs of plain decoding, which all are compared with
 
@@ -131,7 +131,7 @@ def measure(
     loaded: Loaded, tuning: TuneOptions, cells: Sequence[Cell], prompts: Sequence[Tensor], terminal: Terminal
 ) -> Cell:
     """Decode all prompts with all cells, and plainly in between; returns the plain cell."""
-    from layerskip.settings import Setting
+    from layerskip.checkpoint.settings import Setting
 
     plain, warm = Cell(Setting(None, 0)), [Cell(cell.setting) for cell in cells]
     for cell in (Cell(plain.setting), *warm):
@@ -196,7 +196,7 @@ def compare(
 def _row(
     evidence: Evidence, same: dict[int, ExitMeasurement], cell: Cell, plain: Cell, sampled: bool
 ) -> dict[str, Any]:
-    from layerskip.cost_model import tree_name
+    from layerskip.forecast import tree_name
 
     forecast, costs = cell.forecast, evidence.costs
     assert forecast is not None

@@ -113,7 +113,7 @@ class Clock:
     """Adds up the processor time spent in decoder layers and in the head."""
 
     def __init__(self, model) -> None:  # type: ignore[no-untyped-def]
-        from layerskip.anatomy import decoder_layers
+        from layerskip.model.anatomy import decoder_layers
 
         self.seconds, self._start = 0.0, 0.0
         self._handles = []

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import LlamaForCausalLM
 
-from layerskip.machine import fast_dtype
-from layerskip.recipe import Recipe, prepare
+from layerskip.model.machine import fast_dtype
+from layerskip.training.recipe import Recipe, prepare
 from scripts.shapes import smollm2_135m
 
 ONE_EXIT = Recipe(

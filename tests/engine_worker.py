@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import layerskip
-from layerskip import objective
 from layerskip.forecast import measure_exits
+from layerskip.training import objective
 from tests import tiny
 from train.checkpoint import save_model
 from train.command import load_config

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.acceptance import Walk
+from layerskip.exact.acceptance import Walk
 
 TOP = 1 - 1e-9  # a uniform that only what is certain accepts
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Walk, Tensor]]  # walk_sampled's arguments

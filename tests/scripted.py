@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from layerskip.adaptive import Adaptive
-from layerskip.block import Block
-from layerskip.cache import RollbackCache
-from layerskip.exits import KnownExit
-from layerskip.prospect import Prospect
-from layerskip.round_times import RoundTimes
+from layerskip.draft.adaptive import Adaptive
+from layerskip.draft.exits import KnownExit
+from layerskip.draft.prospect import Prospect
+from layerskip.draft.round_times import RoundTimes
+from layerskip.model.block import Block
+from layerskip.model.cache import RollbackCache
 
 Logits = Callable[[tuple[int, ...]], Tensor]  # prefix token ids -> (vocab,) logits of what follows
 

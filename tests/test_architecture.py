@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import layerskip
-from layerskip import run_record
+from layerskip.share import run_record
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("layerskip", "train", "infer")

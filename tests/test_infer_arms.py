@@ -13,7 +13,7 @@ from infer.benchmarking.memory import bytes_by_layer, key_value_bytes
 from infer.benchmarking.rivals import assistant_model, cache_bytes, compiled, prompt_lookup
 from infer.command import main
 from infer.options import DecodingOptions
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
 from tests import tiny
 from tests.programs import quiet
 

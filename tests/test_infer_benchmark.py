@@ -20,10 +20,10 @@ from infer.benchmarking.report import COLUMNS, row
 from infer.benchmarking.rivals import assistant_early_exit
 from infer.command import main
 from infer.options import DecodingOptions
-from layerskip import rules
-from layerskip.acceptance import chain_walk
-from layerskip.settings import Setting
-from layerskip.stages import Stages
+from layerskip.checkpoint.settings import Setting
+from layerskip.exact import rules
+from layerskip.exact.acceptance import chain_walk
+from layerskip.model.stages import Stages
 from tests import tiny
 from tests.programs import prompts, quiet, run
 

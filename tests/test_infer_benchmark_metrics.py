@@ -19,10 +19,10 @@ from infer.command import main
 from infer.conditions import fingerprint
 from infer.loading import Loaded
 from infer.options import DecodingOptions
-from layerskip.decoding import Step
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.decoding import Step
+from layerskip.decode.stats import Statistics
 from layerskip.forecast import cycle
-from layerskip.settings import Setting
-from layerskip.stats import Statistics
 from tests import tiny
 from tests.programs import prompts, quiet
 

@@ -16,8 +16,8 @@ from infer.conversation import Conversation
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.terminal import Terminal
-from layerskip.settings import Setting
-from layerskip.stages import Stages
+from layerskip.checkpoint.settings import Setting
+from layerskip.model.stages import Stages
 from tests import tiny
 
 TEMPLATE = (

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from infer.command import main
 from infer.evaluating.exit_only import ExitStages, generate_at_exit
 from infer.evaluating.text import windows
-from layerskip.adapters import attach_adapters, save_adapters
-from layerskip.settings import Setting, store_setting
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.checkpoint.settings import Setting, store_setting
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
+from layerskip.model.adapters import attach_adapters, save_adapters
 from tests import tiny
 
 TEXT = "def add(a, b):\n    return a + b\n\nthe quick brown fox jumps over the lazy dog\n" * 3

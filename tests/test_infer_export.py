@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from infer.command import main
-from layerskip.adapters import attach_adapters, save_adapters
-from layerskip.generation import SelfSpeculativeOutput
-from layerskip.settings import Setting, store_setting
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.checkpoint.settings import Setting, store_setting
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
+from layerskip.decode.generation import SelfSpeculativeOutput
+from layerskip.model.adapters import attach_adapters, save_adapters
 from tests import tiny
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

@@ -15,7 +15,7 @@ from infer.options import DecodingOptions, ModelOptions
 from infer.streaming import Span, Splitter, stream
 from infer.terminal import Terminal
 from layerskip import Piece, Step
-from layerskip.settings import Setting, resolve_setting, store_setting
+from layerskip.checkpoint.settings import Setting, resolve_setting, store_setting
 from tests import tiny
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -224,7 +224,7 @@ def test_coupled_samples_are_those_of_plain_decoding_with_the_seed(tiny_checkpoi
 
 
 def test_the_draft_vocabulary_may_be_left_out(tiny_checkpoint, capsys):
-    from layerskip.vocabulary import store_draft_vocabulary
+    from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 
     store_draft_vocabulary(tiny_checkpoint, torch.arange(3, 7))
     flags = ("--exit-layer", "3", "--verbose")

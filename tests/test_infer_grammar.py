@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infer.command import main
-from layerskip.grammar import Grammar
+from layerskip.grammar.processor import Grammar
 from tests import programs
 
 pytest.importorskip("llguidance")
@@ -126,7 +126,7 @@ def test_without_llguidance_the_way_out_is_named(tiny_checkpoint, monkeypatch, c
     def missing(name):
         raise ImportError(f"No module named {name!r}")
 
-    from layerskip import grammar_definition
+    from layerskip.grammar import definition as grammar_definition
 
     real = importlib.import_module
     monkeypatch.setattr(

@@ -16,9 +16,9 @@ from infer.inspecting.table import choose_layers
 from infer.inspecting.words import Words, visible
 from infer.loading import Loaded
 from infer.options import DecodingOptions
-from layerskip.adapters import attach_adapters
-from layerskip.settings import Setting, store_setting
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.checkpoint.settings import Setting, store_setting
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
+from layerskip.model.adapters import attach_adapters
 from tests import tiny
 from tests.programs import run
 

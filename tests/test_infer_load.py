@@ -13,7 +13,7 @@ from infer.serving.engines import LoopEngine, PlainEngine
 from infer.serving.level import run_level
 from infer.serving.report import draw, pays_line
 from infer.serving.worker import Request, Worker
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
 from tests import tiny
 from tests.programs import run
 
@@ -120,7 +120,7 @@ def test_a_row_that_nobody_waits_for_leaves_and_the_others_do_not_notice(arm, mo
 
 
 def test_a_model_that_cannot_be_batched_is_refused_before_the_test(tiny_checkpoint, capsys, monkeypatch):
-    from layerskip.stages import Stages
+    from layerskip.model.stages import Stages
 
     def refuse(self, branching):
         raise ValueError("decode one sequence at a time")

@@ -14,8 +14,8 @@ import torch
 
 import layerskip
 from infer.command import main
-from layerskip.adapters import adapters_of, save_adapters
-from layerskip.settings import carry, store_setting
+from layerskip.checkpoint.settings import carry, store_setting
+from layerskip.model.adapters import adapters_of, save_adapters
 from tests import tiny
 from tests.hub_server import WRITER, Hub, running_hub
 
@@ -115,7 +115,7 @@ def test_without_rights_it_ends_with_one_line(tiny_checkpoint, loopback, token, 
 _DOWNLOAD = """
 import json, sys, torch, layerskip
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from layerskip.adapters import adapters_of
+from layerskip.model.adapters import adapters_of
 
 torch.set_num_threads(1)
 for revision in sys.argv[2:]:

@@ -15,11 +15,11 @@ from infer.tuning.choice import OFF, decide, how_to_use
 from infer.tuning.evidence import candidates
 from infer.tuning.report import ideal_line, rows
 from infer.tuning.run import rivals, setting_of
-from layerskip.card import write_model_card
+from layerskip.checkpoint.settings import Setting, carry, tuned_setting
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 from layerskip.forecast import Forecast
-from layerskip.settings import Setting, carry, tuned_setting
-from layerskip.tree import MAX_TREE_TOKENS
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.model.tree import MAX_TREE_TOKENS
+from layerskip.share.card import write_model_card
 from tests import tiny
 
 SHORT = ("--num-prompts", "2", "--max-new-tokens", "12", "--max-draft-tokens", "3")

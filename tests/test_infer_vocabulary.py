@@ -9,8 +9,14 @@ from transformers import AutoModelForCausalLM
 from infer.command import main
 from infer.options import ModelOptions
 from infer.vocabulary import always_in, read_pieces, sizes_around
-from layerskip.settings import Setting, store_setting
-from layerskip.vocabulary import DRAFT_VOCABULARY_FILE, count_tokens, coverage, draft_vocabulary_of, most_frequent
+from layerskip.checkpoint.settings import Setting, store_setting
+from layerskip.checkpoint.vocabulary import (
+    DRAFT_VOCABULARY_FILE,
+    count_tokens,
+    coverage,
+    draft_vocabulary_of,
+    most_frequent,
+)
 
 TEXT = "def add(a, b):\n    return a + b\n" * 300 + "the quick brown fox jumps over the lazy dog\n" * 100
 

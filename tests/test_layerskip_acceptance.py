@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from layerskip import acceptance
-from layerskip.acceptance import Verdict, accept_greedy, accept_sampled, leading_true, residual
+from layerskip.exact import acceptance
+from layerskip.exact.acceptance import Verdict, accept_greedy, accept_sampled, leading_true, residual
 
 V = 3
 QUARTERS = [torch.tensor(row) / 4 for row in ([2, 1, 1], [1, 2, 1], [1, 1, 2], [3, 1, 0], [0, 1, 3], [4, 0, 0])]
@@ -156,7 +156,7 @@ def test_leading_true():
 
 
 def test_the_module_knows_no_model():
-    assert not {"transformers", "layerskip.stages"} & set(vars(acceptance))
+    assert not {"transformers", "layerskip.model.stages"} & set(vars(acceptance))
 
 
 @pytest.mark.parametrize("shared", ["", "drafting and accepting", "drafting and resampling"])

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from layerskip.acceptance import walk_chosen, walk_sampled
+from layerskip.exact.acceptance import walk_chosen, walk_sampled
 from tests.enumeration import continued, law_of, models, prefixes, random_trees
 
 

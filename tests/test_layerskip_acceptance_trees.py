@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from layerskip.acceptance import Walk, accept_sampled, walk_sampled
+from layerskip.exact.acceptance import Walk, accept_sampled, walk_sampled
 from tests.distributions import chi_square_p_value
 from tests.enumeration import TREES, Proposal, emitted_law, law_of, models, random_trees, without_replacement
 

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip.adapters import ADAPTERS_FILE, adapter_at, adapters_of, save_adapters
 from layerskip.forecast import measure_exits
-from layerskip.recipe import Recipe, prepare
-from layerskip.stages import Stages
+from layerskip.model.adapters import ADAPTERS_FILE, adapter_at, adapters_of, save_adapters
+from layerskip.model.stages import Stages
+from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 
 RECIPE = Recipe.preset("frozen-target", exits=(1, 2), adapter_rank=8)

@@ -11,19 +11,19 @@ from transformers import LogitsProcessorList
 import layerskip
 from infer.errors import InputError
 from infer.speculation import SpeculationOptions, add_speculation_flags
-from layerskip import adaptive as module
-from layerskip import drafters
-from layerskip.acceptance import walk_sampled
-from layerskip.adaptive import Adaptive, adaptive_for, forget
-from layerskip.decoding import Step, decode
-from layerskip.drafters import ExitDrafter, LookupDrafter
-from layerskip.drafting import chain_of, draft_chain
-from layerskip.exits import known_exits
-from layerskip.round_times import RoundTimes
-from layerskip.sampling import Sampler
-from layerskip.settings import Setting, carry, resolve_setting, store_setting, tuned_setting
-from layerskip.stages import Stages
-from layerskip.tree import Shape
+from layerskip.checkpoint.settings import Setting, carry, resolve_setting, store_setting, tuned_setting
+from layerskip.decode.decoding import Step, decode
+from layerskip.draft import adaptive as module
+from layerskip.draft import drafters
+from layerskip.draft.adaptive import Adaptive, adaptive_for, forget
+from layerskip.draft.drafters import ExitDrafter, LookupDrafter
+from layerskip.draft.drafting import chain_of, draft_chain
+from layerskip.draft.exits import known_exits
+from layerskip.draft.round_times import RoundTimes
+from layerskip.exact.acceptance import walk_sampled
+from layerskip.exact.sampling import Sampler
+from layerskip.model.stages import Stages
+from layerskip.model.tree import Shape
 from tests import tiny
 from tests.distributions import chi_square_p_value
 from tests.enumeration import Proposal, emitted_law, law_of, models, without_replacement

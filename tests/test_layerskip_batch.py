@@ -6,12 +6,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import layerskip
-from layerskip.anatomy import UnsupportedModelError
-from layerskip.block import Sight, place
-from layerskip.cache import RollbackCache
-from layerskip.session import padded_left
-from layerskip.stages import Stages
-from layerskip.tree import parse_shape
+from layerskip.decode.session import padded_left
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.block import Sight, place
+from layerskip.model.cache import RollbackCache
+from layerskip.model.stages import Stages
+from layerskip.model.tree import parse_shape
 from tests import tiny
 
 WAYS = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from layerskip.acceptance import Walk, chain_walk, leading_true, residual, walk_sampled
-from layerskip.block_verification import walk_block
+from layerskip.exact.acceptance import Walk, chain_walk, leading_true, residual, walk_sampled
+from layerskip.exact.block_verification import walk_block
 from tests.enumeration import emitted_law, law_of, random_tables, without_replacement
 
 KINDS = [("full", "full"), ("zeros", "zeros"), ("top2", "full"), ("full", "top2"), ("sharp", "full"), ("full", "sharp")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from layerskip.cache import RollbackCache, RollbackLayer
+from layerskip.model.cache import RollbackCache, RollbackLayer
 from tests import tiny
 
 

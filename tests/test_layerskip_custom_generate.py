@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Setting, custom_generate
+from layerskip.checkpoint.settings import store_setting
 from layerskip.custom_generate import remove_custom_generate, write_custom_generate
-from layerskip.generation import SelfSpeculativeOutput
-from layerskip.settings import store_setting
+from layerskip.decode.generation import SelfSpeculativeOutput
 from tests import tiny
 
 PROMPT = "def add(a, b):"

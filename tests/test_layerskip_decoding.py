@@ -19,15 +19,16 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from layerskip import drafters, rules
-from layerskip.acceptance import walk_sampled
-from layerskip.decoding import decode
-from layerskip.draft_stop import DraftStop, Heuristic
-from layerskip.drafters import ExitDrafter, LookupDrafter, NoDrafter
-from layerskip.drafting import chain_of, draft_chain
-from layerskip.sampling import Sampler
-from layerskip.stages import Stages
-from layerskip.tree import Shape, parse_shape
+from layerskip.decode.decoding import decode
+from layerskip.draft import drafters
+from layerskip.draft.draft_stop import DraftStop, Heuristic
+from layerskip.draft.drafters import ExitDrafter, LookupDrafter, NoDrafter
+from layerskip.draft.drafting import chain_of, draft_chain
+from layerskip.exact import rules
+from layerskip.exact.acceptance import walk_sampled
+from layerskip.exact.sampling import Sampler
+from layerskip.model.stages import Stages
+from layerskip.model.tree import Shape, parse_shape
 from tests import tiny
 from tests.distributions import chi_square_p_value
 from tests.scripted import ScriptedCache, ScriptedStages, adaptive, random_table

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from layerskip.decoding import Step
-from layerskip.draft_stop import DraftStop, Heuristic, confidence, draft_stop_for
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.decoding import Step
+from layerskip.draft.draft_stop import DraftStop, Heuristic, confidence, draft_stop_for
 
 
 def scores(*probabilities):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import layerskip
 from infer.command import main
-from layerskip.settings import store_setting
+from layerskip.checkpoint.settings import store_setting
 from tests import tiny
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

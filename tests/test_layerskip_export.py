@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from layerskip.adapters import attach_adapters
-from layerskip.anatomy import UnsupportedModelError
-from layerskip.export import carries_early_exit, check_early_exit, export_draft, write_early_exit
-from layerskip.settings import KEY, Setting, carry, store_setting
-from layerskip.views import ExitReader
+from layerskip.checkpoint.settings import KEY, Setting, carry, store_setting
+from layerskip.model.adapters import attach_adapters
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.views import ExitReader
+from layerskip.share.export import carries_early_exit, check_early_exit, export_draft, write_early_exit
 from tests import tiny
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))  # past every window

@@ -6,13 +6,22 @@ import pytest
 import torch
 
 import layerskip
-from layerskip.acceptance import accept_sampled, walk_sampled
-from layerskip.agreement import sibling_chances
-from layerskip.cost_model import TreeCosts
-from layerskip.costs import Bookkeeping, measure_bookkeeping, paper_costs
-from layerskip.forecast import Costs, ExitMeasurement, best_setting, cycle, measure_costs, measure_exits
-from layerskip.tree import parse_shape
-from layerskip.walk import dynamic_ends, mean_acceptance_length
+from layerskip.exact.acceptance import accept_sampled, walk_sampled
+from layerskip.forecast import (
+    Bookkeeping,
+    Costs,
+    ExitMeasurement,
+    TreeCosts,
+    best_setting,
+    cycle,
+    measure_bookkeeping,
+    measure_costs,
+    measure_exits,
+    paper_costs,
+)
+from layerskip.forecast.agreement import sibling_chances
+from layerskip.forecast.walk import dynamic_ends, mean_acceptance_length
+from layerskip.model.tree import parse_shape
 from tests import tiny
 
 
@@ -240,7 +249,7 @@ def test_three_tokens_are_accepted_as_computed_by_hand():
 
 
 def measure_overlap(measurement: ExitMeasurement, p: torch.Tensor, q: torch.Tensor) -> float:
-    from layerskip.target_text import TargetText, warper
+    from layerskip.forecast.target_text import TargetText, warper
 
     ids = torch.zeros(1, 2, dtype=torch.long)
     text = TargetText.read(p.log().expand(1, 2, 3), ids, 1, None, warper(1.0, 1.0))

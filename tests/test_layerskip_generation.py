@@ -15,8 +15,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import layerskip
-from layerskip.settings import Setting, store_setting, tuned_setting
-from layerskip.streaming import Detokenizer
+from layerskip.checkpoint.settings import Setting, store_setting, tuned_setting
+from layerskip.decode.streaming import Detokenizer
 from tests import tiny
 
 PROCESSORS = {

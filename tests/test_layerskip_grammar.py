@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import layerskip
-from layerskip import grammar_states
-from layerskip.grammar import Grammar
+from layerskip.grammar import states as grammar_states
+from layerskip.grammar.processor import Grammar
 from tests import tiny
 from tests.distributions import chi_square_p_value
 

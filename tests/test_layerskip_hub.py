@@ -11,14 +11,14 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard, constants
 from huggingface_hub.utils import close_session
 
-from layerskip import card, hub
-from layerskip.adapters import ADAPTERS_FILE
+from layerskip.checkpoint.vocabulary import DRAFT_VOCABULARY_FILE
 from layerskip.custom_generate import REQUIREMENTS
-from layerskip.recipe import Recipe
-from layerskip.run_record import read_run
-from layerskip.scrub import find_secret, scrub
-from layerskip.shared_files import shared_files, stage
-from layerskip.vocabulary import DRAFT_VOCABULARY_FILE
+from layerskip.model.adapters import ADAPTERS_FILE
+from layerskip.share import card, hub
+from layerskip.share.run_record import read_run
+from layerskip.share.scrub import find_secret, scrub
+from layerskip.share.shared_files import shared_files, stage
+from layerskip.training.recipe import Recipe
 from tests.hub_server import WRITER, Hub, running_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # huggingface_hub's own upload

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
-from layerskip.adaptive import adaptive_for
-from layerskip.decoding import decode
-from layerskip.drafters import drafter_for
-from layerskip.joining import Newcomer, join
-from layerskip.rows import Rows
-from layerskip.sampling import Sampler
-from layerskip.settings import resolve_setting
-from layerskip.stages import Stages
-from layerskip.stopping import StopRule
+from layerskip.checkpoint.settings import resolve_setting
+from layerskip.decode.decoding import decode
+from layerskip.decode.joining import Newcomer, join
+from layerskip.decode.stopping import StopRule
+from layerskip.draft.adaptive import adaptive_for
+from layerskip.draft.drafters import drafter_for
+from layerskip.exact.sampling import Sampler
+from layerskip.model.rows import Rows
+from layerskip.model.stages import Stages
 from tests import tiny
 from tests.test_layerskip_batch import WAYS
 

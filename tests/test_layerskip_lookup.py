@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from layerskip.lookup import NgramIndex
+from layerskip.draft.lookup import NgramIndex
 
 
 def scan(tokens: list[int], num_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:

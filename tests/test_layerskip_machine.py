@@ -7,7 +7,7 @@ import torch
 
 from infer.loading import load
 from infer.options import ModelOptions
-from layerskip.machine import fast_dtype
+from layerskip.model.machine import fast_dtype
 from tests import tiny
 
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from layerskip.acceptance import walk_chosen
-from layerskip.noise import Noise, choose, gumbel
+from layerskip.exact.acceptance import walk_chosen
+from layerskip.exact.noise import Noise, choose, gumbel
 from tests.distributions import chi_square_p_value
 from tests.enumeration import random_tables
 

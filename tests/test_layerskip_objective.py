@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layerskip.objective import (
+from layerskip.model.views import Head, layers_return_tuples
+from layerskip.training.objective import (
     IGNORE_INDEX,
     Positions,
     choose_positions,
@@ -14,8 +15,7 @@ from layerskip.objective import (
     num_chunks,
     reference_loss,
 )
-from layerskip.recipe import Recipe, prepare
-from layerskip.views import Head, layers_return_tuples
+from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 
 HIDDEN, VOCAB = 6, 11

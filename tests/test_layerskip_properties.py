@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 import layerskip
-from layerskip import adaptive
-from layerskip.noise import gumbel
-from layerskip.settings import carry
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.checkpoint.settings import carry
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
+from layerskip.draft import adaptive
+from layerskip.exact.noise import gumbel
 from tests import tiny
 
 CASES = int(os.environ.get("LAYERSKIP_PROPERTY_CASES", 3 * len(tiny.ARCHITECTURES)))

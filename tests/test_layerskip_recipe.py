@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainingArguments
 
-from layerskip.anatomy import decoder_layers
-from layerskip.callback import RecipeCallback
-from layerskip.curriculum import active_exits, gradual, rotational
-from layerskip.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
 from layerskip.forecast import measure_exits
-from layerskip.loss import exit_scale, exit_weights
-from layerskip.presets import PRESETS
-from layerskip.recipe import Recipe, prepare
+from layerskip.model.anatomy import decoder_layers
+from layerskip.training.callback import RecipeCallback
+from layerskip.training.curriculum import active_exits, gradual, rotational
+from layerskip.training.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
+from layerskip.training.loss import exit_scale, exit_weights
+from layerskip.training.presets import PRESETS
+from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 
 # --- formulas, against the paper's test vectors (arXiv 2404.16710, 4.1) ---
@@ -466,7 +466,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused(tiny_llama):
 
 
 def test_recipe_needs_no_torch():
-    code = "import sys, layerskip.recipe, layerskip.curriculum; sys.exit('torch' in sys.modules)"
+    code = "import sys, layerskip.training.recipe, layerskip.training.curriculum; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import layerskip
-from layerskip.anatomy import UnsupportedModelError, anatomy, check_exit_layer
-from layerskip.stages import Stages
-from layerskip.views import ExitReader
+from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer
+from layerskip.model.stages import Stages
+from layerskip.model.views import ExitReader
 from tests import tiny
 
 EXITS = range(1, tiny.NUM_LAYERS)

@@ -7,7 +7,7 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 import layerskip
-from layerskip.streaming import pad_left
+from layerskip.decode.streaming import pad_left
 from tests import tiny
 
 PROMPTS = ["def add(a, b):", "the", "lazy dog over the quick brown fox"]
@@ -139,7 +139,7 @@ def test_characters_of_several_tokens_do_not_mix_between_rows(model, tokenizer):
         step = [
             make_step([token], row) for pair in zip(euro, [*accent, 5], strict=True) for row, token in enumerate(pair)
         ]
-        patch.setattr("layerskip.streaming.steps", lambda model, **kwargs: iter(step))
+        patch.setattr("layerskip.decode.streaming.steps", lambda model, **kwargs: iter(step))
         pieces = list(layerskip.stream(model, tokenizer, ["a", "b"]))
     assert [(piece.row, piece.text) for piece in pieces if piece.text] == [
         (1, "é"),
@@ -152,7 +152,7 @@ def test_bytes_that_never_become_a_character_come_at_the_end_of_their_row(model,
     half = tokenizer("é")["input_ids"][:1]
     with pytest.MonkeyPatch.context() as patch:
         steps = [make_step(half, 0), make_step(tokenizer("x")["input_ids"], 1)]
-        patch.setattr("layerskip.streaming.steps", lambda model, **kwargs: iter(steps))
+        patch.setattr("layerskip.decode.streaming.steps", lambda model, **kwargs: iter(steps))
         pieces = list(layerskip.stream(model, tokenizer, ["a", "b"]))
     assert [(piece.row, piece.text, piece.step is None) for piece in pieces] == [
         (0, "", False),

@@ -9,11 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers
-from layerskip.draft_head import DraftHead, scatter, with_draft_head
-from layerskip.settings import carried, carry
-from layerskip.views import with_layers
-from layerskip.vocabulary import (
+from layerskip.checkpoint.settings import carried, carry
+from layerskip.checkpoint.vocabulary import (
     DRAFT_VOCABULARY_FILE,
     count_tokens,
     coverage,
@@ -23,6 +20,9 @@ from layerskip.vocabulary import (
     save_draft_vocabulary,
     store_draft_vocabulary,
 )
+from layerskip.model.anatomy import UnsupportedModelError, anatomy, decoder_layers
+from layerskip.model.draft_head import DraftHead, scatter, with_draft_head
+from layerskip.model.views import with_layers
 from tests import tiny
 
 IDS = torch.tensor([0, 2, 3, 9, 31, 40, 63])
@@ -143,7 +143,7 @@ def test_a_crash_before_the_config_leaves_the_old_checkpoint(tmp_path, monkeypat
     def crash(*arguments, **named):
         raise OSError("disk full")
 
-    monkeypatch.setattr("layerskip.vocabulary.save_file", crash)
+    monkeypatch.setattr("layerskip.checkpoint.vocabulary.save_file", crash)
     with pytest.raises(OSError, match="disk full"):
         store_draft_vocabulary(tmp_path, IDS)
     assert (tmp_path / "config.json").read_bytes() == before

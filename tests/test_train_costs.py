@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from layerskip.machine import fast_dtype
+from layerskip.model.machine import fast_dtype
 from tests import tiny
 from train.command import load_config
 from train.costs import machine, stage_costs

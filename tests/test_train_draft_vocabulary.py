@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
-from layerskip.vocabulary import DRAFT_VOCABULARY_FILE, coverage, draft_vocabulary_of, store_draft_vocabulary
+from layerskip.checkpoint.vocabulary import DRAFT_VOCABULARY_FILE, coverage, draft_vocabulary_of, store_draft_vocabulary
 from train.command import load_config
 from train.draft_vocabulary import choose_draft_vocabulary, count_tokens
 from train.errors import ConfigError

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip.presets import PRESETS
-from layerskip.recipe import Recipe
+from layerskip.training.presets import PRESETS
+from layerskip.training.recipe import Recipe
 from train.command import load_config
 from train.errors import ConfigError, TrainingError
 
@@ -57,7 +57,7 @@ def test_a_frozen_target_stays_bit_for_bit_and_its_adapters_travel(train_tiny, o
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    adapter = layerskip.adapters.adapter_at(model, 1)
+    adapter = layerskip.model.adapters.adapter_at(model, 1)
     assert adapter.up.weight.any()
     ids = torch.arange(3, 9)[None]
     plain = model.generate(ids, do_sample=False, max_new_tokens=20)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layerskip.adapters import adapters_of
+from layerskip.model.adapters import adapters_of
 from train.checkpoint import whole_checkpoint
 from train.config import TrainConfig
 from train.console import Reporter

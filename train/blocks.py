@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerskip.objective import IGNORE_INDEX
+from layerskip.training.objective import IGNORE_INDEX
 from train.errors import TrainingError
 from train.order import allot, block_index, cycle_places
 from train.packing import START, TARGET

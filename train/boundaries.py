@@ -10,7 +10,7 @@ import inspect
 
 import torch
 
-from layerskip.anatomy import unwrap
+from layerskip.model.anatomy import unwrap
 from train.blocks import position_ids
 
 _LENGTHS = 7, 9  # tokens of the two documents of the trial

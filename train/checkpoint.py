@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from layerskip.adapters import save_adapters
-from layerskip.vocabulary import save_draft_vocabulary
+from layerskip.checkpoint.vocabulary import save_draft_vocabulary
+from layerskip.model.adapters import save_adapters
 from train.disk import flush, flush_folder, writing
 from train.engine import is_sharded
 from train.errors import TrainingError

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from layerskip.presets import PRESETS
+from layerskip.training.presets import PRESETS
 from train.config import TrainConfig
 from train.errors import ConfigError, LocalError, TrainingError
 from train.parsing import apply_overrides, build, nearest, read_yaml

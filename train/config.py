@@ -1,14 +1,14 @@
 """Every setting of a training run: frozen dataclasses, one per section of the YAML file.
 
 A field's comment is its documentation, with the unit; `python -m train --help` prints it.
-The section `recipe` is the library's own `layerskip.recipe.Recipe`. Nothing here imports torch.
+The section `recipe` is the library's own `layerskip.training.recipe.Recipe`. Nothing here imports torch.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from layerskip.recipe import Recipe
+from layerskip.training.recipe import Recipe
 from train.errors import ConfigError, check, check_at_least
 from train.text_config import DataConfig
 
@@ -180,7 +180,7 @@ class HubConfig:
         check_at_least("hub", self, {"timeout": 1})
         if self.repo is None:
             return
-        from layerskip.hub import HubError, check_repo_id, check_revision  # half a second, for those who upload
+        from layerskip.share.hub import HubError, check_repo_id, check_revision  # half a second, for those who upload
 
         try:
             check_repo_id(self.repo)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from layerskip.anatomy import UnsupportedModelError
-from layerskip.costs import Bookkeeping, Costs, measure_bookkeeping, measure_costs
-from layerskip.draft_head import with_draft_head
-from layerskip.machine import fast_dtype
+from layerskip.forecast import Bookkeeping, Costs, measure_bookkeeping, measure_costs
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.draft_head import with_draft_head
+from layerskip.model.machine import fast_dtype
 from train.config import TrainConfig
 from train.files import read_json, write_json
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerskip.anatomy import UnsupportedModelError
-from layerskip.draft_head import with_draft_head
-from layerskip.vocabulary import coverage, most_frequent
+from layerskip.checkpoint.vocabulary import coverage, most_frequent
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.draft_head import with_draft_head
 from train.config import TrainConfig
 from train.data import source_folder
 from train.own_text import OWN_TEXT

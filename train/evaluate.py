@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from layerskip.anatomy import num_layers
 from layerskip.forecast import Costs, ExitMeasurement, Forecast, best_setting, measure_exits
-from layerskip.objective import IGNORE_INDEX
+from layerskip.model.anatomy import num_layers
+from layerskip.training.objective import IGNORE_INDEX
 from train.blocks import Mixture
 from train.config import TrainConfig
 from train.console import Reporter

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from layerskip.anatomy import UnsupportedModelError
-from layerskip.card import write_model_card
+from layerskip.checkpoint.settings import Setting, carry, store_setting
+from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 from layerskip.forecast import Forecast
-from layerskip.settings import Setting, carry, store_setting
-from layerskip.vocabulary import store_draft_vocabulary
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.share.card import write_model_card
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from layerskip.objective import IGNORE_INDEX
+from layerskip.training.objective import IGNORE_INDEX
 from train.best import best_so_far, is_best_now
 from train.blocks import Batch, Mixture
 from train.checkpoint import half_written, latest_checkpoint, save_checkpoint

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip.anatomy import UnsupportedModelError, anatomy, decoder_layers
-from layerskip.machine import fast_dtype
+from layerskip.model.anatomy import UnsupportedModelError, anatomy, decoder_layers
+from layerskip.model.machine import fast_dtype
 from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError, cannot_load, first_line
 from train.parsing import nearest

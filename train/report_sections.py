@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from layerskip.run_record import drafts_in_words
+from layerskip.share.run_record import drafts_in_words
 from train import before_after
 from train import report_figures as figure
 from train.report_page import cards, details, figures, sample, section, table

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from huggingface_hub import get_token, is_offline_mode
 
 import layerskip
-from layerskip.adapters import adapters_of, drop_other_adapters
-from layerskip.anatomy import num_layers
-from layerskip.vocabulary import draft_vocabulary_of
+from layerskip.checkpoint.vocabulary import draft_vocabulary_of
+from layerskip.model.adapters import adapters_of, drop_other_adapters
+from layerskip.model.anatomy import num_layers
 from train import run_folder
 from train.boundaries import why_not_apart
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
@@ -33,7 +33,7 @@ from train.vocabulary import check_draft_vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from layerskip.handle import Handle
+    from layerskip.training.handle import Handle
 
 
 @dataclass(frozen=True)

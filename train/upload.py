@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerskip.hub import HubError, UnreachableError, upload
+from layerskip.share.hub import HubError, UnreachableError, upload
 
 
 @dataclass(frozen=True)

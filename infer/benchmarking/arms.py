@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import layerskip
 from infer.benchmarking.latency import Timing
-from layerskip.settings import Setting
-from layerskip.stats import Statistics
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.stats import Statistics
 
 # (model, prompts (B, length), arguments of generate) -> sequences (B, length + n), what was counted if it was.
 # Without an attention mask among the arguments nothing is padding.

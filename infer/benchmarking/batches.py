@@ -21,8 +21,8 @@ from infer.loading import Loaded
 from infer.options import ModelOptions
 from infer.prompts import Prompts
 from infer.terminal import Advance, Terminal
-from layerskip.stats import Statistics
-from layerskip.streaming import pad_left
+from layerskip.decode.stats import Statistics
+from layerskip.decode.streaming import pad_left
 
 COLUMNS = ("batch", "arm", "exit", "drafts", "plain tokens/s", "tokens/s", "ratio", "accepted", "equal")
 _WARM_UP_TOKENS = 8

@@ -17,7 +17,7 @@ from infer.loading import Loaded
 from infer.options import ModelOptions
 from infer.prompts import Prompts
 from infer.terminal import Terminal
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
 
 
 def compare_budgets(model: ModelOptions, options: BenchmarkOptions, prompts: Prompts, terminal: Terminal) -> int:

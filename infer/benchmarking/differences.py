@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from layerskip.anatomy import anatomy
+from layerskip.model.anatomy import anatomy
 
 # A near-tie may be this many times as wide as the model's own rounding at the place, and this many units in
 # the last place of the best logit where that rounding happens to be none.

@@ -11,8 +11,8 @@ from infer.errors import InputError
 from infer.loading import Loaded, check_tree, choose_setting, load
 from infer.options import ModelOptions
 from infer.speculation import in_flags
-from layerskip.exits import first_exit
-from layerskip.settings import AUTO, DEFAULT_NUM_DRAFT_TOKENS, Setting
+from layerskip.checkpoint.settings import AUTO, DEFAULT_NUM_DRAFT_TOKENS, Setting
+from layerskip.draft.exits import first_exit
 
 DEFAULT_TREE = "s4_k2_d6"
 

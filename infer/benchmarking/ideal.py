@@ -9,8 +9,8 @@ from torch import Tensor
 
 from infer.benchmarking.arms import Arm
 from infer.loading import Loaded
-from layerskip.costs import Costs, measure_bookkeeping, measure_costs, paper_costs
-from layerskip.vocabulary import draft_vocabulary_of
+from layerskip.checkpoint.vocabulary import draft_vocabulary_of
+from layerskip.forecast import Costs, measure_bookkeeping, measure_costs, paper_costs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infer.benchmarking.arms import Arm, Output
 from infer.benchmarking.latency import Timing
-from layerskip.stats import Statistics
+from layerskip.decode.stats import Statistics
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.benchmarking.arms import Arm
-from layerskip.cache import RollbackCache
-from layerskip.settings import Setting
-from layerskip.stages import Stages
+from layerskip.checkpoint.settings import Setting
+from layerskip.model.cache import RollbackCache
+from layerskip.model.stages import Stages
 
 
 @dataclass(frozen=True)

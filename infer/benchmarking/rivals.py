@@ -12,9 +12,9 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import logging
 
 from infer.benchmarking.arms import Arm, generate
-from layerskip.anatomy import decoder_layers
-from layerskip.settings import Setting
-from layerskip.stats import Statistics
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.stats import Statistics
+from layerskip.model.anatomy import decoder_layers
 
 # What transformers drafts with an assistant that says nothing else: its tokens, and the confidence to go on.
 DEFAULT_ASSISTANT_TOKENS, DEFAULT_CONFIDENCE = 20, 0.4

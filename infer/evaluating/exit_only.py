@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from layerskip.block import Block
-from layerskip.cache import RollbackCache
-from layerskip.choice import Choice
-from layerskip.session import prepare_session
-from layerskip.stages import Stages
+from layerskip.decode.choice import Choice
+from layerskip.decode.session import prepare_session
+from layerskip.model.block import Block
+from layerskip.model.cache import RollbackCache
+from layerskip.model.stages import Stages
 
 
 class ExitStages:

@@ -14,8 +14,8 @@ from infer.loading import Loaded, choose_setting, load
 from infer.options import ModelOptions
 from infer.terminal import Terminal
 from infer.tuning.evidence import candidates
-from layerskip.anatomy import num_layers
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
+from layerskip.model.anatomy import num_layers
 
 
 def evaluate(

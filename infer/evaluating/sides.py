@@ -13,8 +13,8 @@ from torch import Tensor
 import layerskip
 from infer.evaluating.exit_only import ExitStages, generate_at_exit
 from infer.loading import Loaded
-from layerskip.settings import Setting
-from layerskip.stats import Statistics
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.stats import Statistics
 
 
 class ModelSide(HFLM):

@@ -13,7 +13,7 @@ from infer.evaluating.sides import ExitSide, ModelSide, SelfSpeculativeSide
 from infer.evaluation import EvaluateOptions
 from infer.loading import Loaded
 from infer.terminal import Terminal
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
 
 GENERATES = "generate_until"  # the harness's name for tasks whose answers are written
 

@@ -14,11 +14,11 @@ from infer.loading import Loaded
 from infer.terminal import Terminal
 from infer.tune import TuneOptions
 from infer.tuning.evidence import continuations
-from layerskip.adapters import adapter_at
-from layerskip.anatomy import num_layers
+from layerskip.checkpoint.vocabulary import draft_vocabulary_of
 from layerskip.forecast import ExitMeasurement, measure_exits
-from layerskip.objective import IGNORE_INDEX
-from layerskip.vocabulary import draft_vocabulary_of
+from layerskip.model.adapters import adapter_at
+from layerskip.model.anatomy import num_layers
+from layerskip.training.objective import IGNORE_INDEX
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

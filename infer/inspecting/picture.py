@@ -11,14 +11,14 @@ from infer.errors import InputError
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from infer.speculation import in_flags
-from layerskip.anatomy import num_layers
-from layerskip.block import Block
-from layerskip.cache import RollbackCache
-from layerskip.choice import Choice
-from layerskip.session import prepare_session
-from layerskip.settings import Setting
-from layerskip.stages import Stages
-from layerskip.views import ExitReader
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.choice import Choice
+from layerskip.decode.session import prepare_session
+from layerskip.model.anatomy import num_layers
+from layerskip.model.block import Block
+from layerskip.model.cache import RollbackCache
+from layerskip.model.stages import Stages
+from layerskip.model.views import ExitReader
 
 TOP = 5  # most probable tokens that are kept of every layer and token
 

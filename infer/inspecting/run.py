@@ -13,8 +13,8 @@ from infer.loading import Loaded, load_to_decode
 from infer.options import ModelOptions
 from infer.streaming import check_room
 from infer.terminal import Terminal
-from layerskip.adapters import adapter_at
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
+from layerskip.model.adapters import adapter_at
 
 
 def inspect_text(model: ModelOptions, options: InspectOptions, prompt: str, terminal: Terminal) -> int:

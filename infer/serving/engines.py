@@ -10,14 +10,14 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from infer.serving.worker import Request, Worker
-from layerskip.adaptive import adaptive_for
-from layerskip.choice import Choice
-from layerskip.decoding import Stop, decode
-from layerskip.drafters import drafter_for
-from layerskip.joining import Newcomer
-from layerskip.session import Session, prepare_session
-from layerskip.settings import Setting
-from layerskip.streaming import pad_left
+from layerskip.checkpoint.settings import Setting
+from layerskip.decode.choice import Choice
+from layerskip.decode.decoding import Stop, decode
+from layerskip.decode.joining import Newcomer
+from layerskip.decode.session import Session, prepare_session
+from layerskip.decode.streaming import pad_left
+from layerskip.draft.adaptive import adaptive_for
+from layerskip.draft.drafters import drafter_for
 
 
 class LoopEngine:

@@ -27,7 +27,7 @@ from infer.serving.report import draw, record, show
 from infer.serving.worker import Engine, Request
 from infer.speculation import in_flags
 from infer.terminal import Advance, Terminal
-from layerskip.settings import Setting
+from layerskip.checkpoint.settings import Setting
 
 _WARM_UP_TOKENS = 8
 

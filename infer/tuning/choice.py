@@ -8,11 +8,10 @@ from typing import Any
 from infer.loading import Loaded
 from infer.options import ModelOptions
 from infer.tune import TuneOptions
-from layerskip.card import write_model_card
-from layerskip.companion import write_json
-from layerskip.cost_model import tree_name
-from layerskip.forecast import Forecast
-from layerskip.settings import KEY, Setting, store_setting
+from layerskip.checkpoint.companion import write_json
+from layerskip.checkpoint.settings import KEY, Setting, store_setting
+from layerskip.forecast import Forecast, tree_name
+from layerskip.share.card import write_model_card
 
 OFF = Setting(None, 0)  # plain decoding
 LEAST_GAIN = 1.02  # of a setting over plain decoding, measured; below, it is noise or not worth the memory

@@ -13,14 +13,22 @@ from infer.loading import Loaded, check_tree
 from infer.terminal import Advance, Terminal
 from infer.tune import TuneOptions
 from infer.tuning.choice import OFF
-from layerskip.anatomy import UnsupportedModelError, num_layers
-from layerskip.costs import Costs, measure_bookkeeping, measure_costs, paper_costs
-from layerskip.exits import trained_exits
-from layerskip.forecast import ExitMeasurement, Forecast, best_setting, measure_exits
-from layerskip.objective import IGNORE_INDEX
-from layerskip.stages import Stages
-from layerskip.tree import parse_shape
-from layerskip.vocabulary import draft_vocabulary_of
+from layerskip.checkpoint.vocabulary import draft_vocabulary_of
+from layerskip.draft.exits import trained_exits
+from layerskip.forecast import (
+    Costs,
+    ExitMeasurement,
+    Forecast,
+    best_setting,
+    measure_bookkeeping,
+    measure_costs,
+    measure_exits,
+    paper_costs,
+)
+from layerskip.model.anatomy import UnsupportedModelError, num_layers
+from layerskip.model.stages import Stages
+from layerskip.model.tree import parse_shape
+from layerskip.training.objective import IGNORE_INDEX
 
 _MOST_EXITS = 8  # more trained exits than this: only those in the first third are asked
 _REPEATS = 3  # of each timing, at least

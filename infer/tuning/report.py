@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from infer.benchmarking import report
 from infer.conditions import describe
 from infer.terminal import Terminal
-from layerskip.cost_model import tree_name
+from layerskip.forecast import tree_name
 
 if TYPE_CHECKING:
     from infer.tuning.evidence import Evidence
-    from layerskip.costs import Costs
-    from layerskip.settings import Setting
+    from layerskip.checkpoint.settings import Setting
+    from layerskip.forecast import Costs
 
 COLUMNS = ("rank", "exit", "drafts", "head", "agreement", "1 - TV", "accepted", "forecast", "9 in 10")
 _SHOWN = 8  # best settings in the table, and the best of every exit besides

@@ -23,8 +23,8 @@ from infer.tune import TuneOptions
 from infer.tuning import report as tune_report
 from infer.tuning.choice import decide, dtype_hint, how_to_use, write_setting
 from infer.tuning.evidence import Evidence, look
+from layerskip.checkpoint.settings import Setting
 from layerskip.forecast import Forecast
-from layerskip.settings import Setting
 
 HOPELESS = 0.95  # a forecast below this is not measured: it would have to be off by twice its usual error
 _NEAR = 0.95  # of the best forecast: the next one is measured too

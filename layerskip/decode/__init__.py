@@ -1,0 +1,1 @@
+"""A call from its arguments to its last token: the session, the loop, stops, streams, statistics."""

@@ -1,0 +1,214 @@
+"""The loop: draft, verify, accept, commit. A generator of typed steps over token ids; no text here.
+
+Inference mode saves a tenth of the time of small models over no_grad; what is handed out are ordinary tensors.
+
+Between two rounds every layer of the cache holds, of each row, the committed tokens but the last. That last one, the
+root, is where the next draft starts. A prompt therefore is prefilled up to its last token, and the first round is like
+every other. A row that is finished leaves the batch at once, and costs nothing from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from layerskip.decode.joining import Newcomer, join, prefill
+from layerskip.draft.drafters import Drafter
+from layerskip.exact.acceptance import Walk
+from layerskip.exact.sampling import Policy, Sampler
+from layerskip.model.cache import RollbackCache
+from layerskip.model.rows import Rows
+from layerskip.model.stages import Stages
+from layerskip.model.tree import Draft
+
+# (committed (1, length), new (1, n)) of a row -> (how many of the new tokens stay, whether the row ends there)
+Stop = Callable[[Tensor, Tensor], tuple[int, bool]]
+
+# number of rows that are going -> rows that join them
+Admit = Callable[[int], Sequence[Newcomer]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one draft-then-verify round commits to one row.
+
+    Attributes:
+        tokens: (1, n) committed token ids, 1 <= n <= num_accepted + 1; fewer than num_accepted + 1 only where a stop
+            cut them.
+        num_drafted: tokens proposed.
+        num_accepted: proposed tokens that the rule accepted.
+        draft_seconds: host time of layers [0:E), their head and their sampling. Rows share a round's time evenly.
+        verify_seconds: host time of layers [E:L) and the head.
+        rollback_seconds: host time of the rule, the stops and the rollback.
+        logits: (1, n, vocab) the target's logits at the committed positions, if asked for.
+        scores: (1, n, vocab) float32, the same after the logits processors, if asked for.
+        row: which row of the batch.
+        num_levels: most proposed tokens that could have been accepted: the depth of the tree.
+    """
+
+    tokens: Tensor
+    num_drafted: int
+    num_accepted: int
+    draft_seconds: float
+    verify_seconds: float
+    rollback_seconds: float
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+    row: int = 0
+    num_levels: int = 0
+
+
+@torch.inference_mode()
+def decode(
+    stages: Stages,
+    prompts: Tensor | Sequence[Tensor],
+    samplers: Sampler | Sequence[Sampler],
+    stops: Stop | Sequence[Stop],
+    *,
+    drafter: Drafter,
+    max_length: int | Sequence[int],
+    cache: RollbackCache,
+    contexts: Sequence[Tensor] | None = None,
+    keep_scores: bool = False,
+    prefill_chunk: int | None = None,
+    admit: Admit | None = None,
+) -> Iterator[Step]:
+    """Decode every row until its stop ends it or `max_length` is reached; one step for each row a round.
+
+    The output is the whole model's: the same tokens when greedy, the same distribution when sampling. The
+    generator may be abandoned at any step; the cache is then left consistent, holding all committed tokens
+    but the last.
+
+    Args:
+        stages: the cut model; without an exit layer this is plain autoregressive decoding.
+        prompts: (B, length), or (length,) of each row: at least one token, no padding.
+        samplers: how tokens are chosen, from draft and target alike: of all rows, or of each.
+        stops: where committed tokens are cut and whether a row ends: for all rows, or for each.
+        drafter: what proposes.
+        max_length: most tokens of a row in all, prompt (`contexts` where given) included: of all rows, or of each.
+        cache: empty, or for a single row holding the first positions of its prompt.
+        contexts: (width,) of each row what logits processors and stops are shown as the prompt, where it is not
+            the prompt itself (padding).
+        keep_scores: keep logits and scores in the steps.
+        prefill_chunk: tokens of the prompt that are read at once; None: all.
+        admit: asked, after every round that leaves rows, with their number: rows that join them. Their steps are
+            numbered on from the rows before. None: nobody.
+    """
+    # Of each row, so that newcomers can bring theirs.
+    each_sampler = [samplers] * len(prompts) if isinstance(samplers, Sampler) else list(samplers)
+    each_stop = [stops] * len(prompts) if callable(stops) else list(stops)
+    policy = Policy(each_sampler)
+    rows = Rows(list(prompts), list(prompts if contexts is None else contexts), max_length)
+    held = max(rows.in_cache)  # positions that are right, wherever a round is broken off
+    try:
+        prefill(stages, rows, cache, prefill_chunk)
+        drafter.start(rows)
+        while True:
+            t0 = perf_counter()
+            draft = drafter.draft(stages, cache, rows, policy)
+            t1 = perf_counter()
+            logits = stages.verify(torch.cat([rows.roots, draft.tokens], dim=1), draft.hidden, cache, draft.block)
+            t2 = perf_counter()
+            scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
+            walk, following = policy.accept(draft, scores, rows)
+            kept, ended = _commit(rows, draft, walk, following, each_stop)
+            _compact(cache, rows, draft, walk)
+            seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
+            steps = _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None)
+            going = [row for row in range(len(rows)) if not ended[row]]
+            drafter.observe(steps)
+            policy.forget(rows)
+            if going and len(going) < len(rows):
+                cache.select(torch.tensor(going, device=rows.device))
+                rows.keep(going)
+                cache.rollback(max(rows.in_cache))
+            held = max(rows.in_cache)
+            yield from steps
+            if not going:
+                return
+            if admit is not None and (newcomers := admit(len(rows))):
+                drafter.start(join(newcomers, stages, cache, rows, prefill_chunk))
+                each_sampler += [newcomer.sampler for newcomer in newcomers]
+                each_stop += [newcomer.stop for newcomer in newcomers]
+                held = max(rows.in_cache)
+    finally:
+        cache.rollback(held)
+
+
+def _commit(
+    rows: Rows, draft: Draft, walk: Walk, following: Tensor, stops: Sequence[Stop]
+) -> tuple[list[Tensor], list[bool]]:
+    """Commit to every row what was accepted and the token after it, cut by the stop; the (1, n) tokens of each row,
+    and whether it ended."""
+    kept, ended, rooms = [], [], rows.rooms
+    for row, accepted in enumerate(walk.num_accepted.tolist()):
+        nodes = walk.path[row : row + 1, :accepted] - 1  # (1, accepted)
+        tokens = draft.tokens[row : row + 1]
+        new = torch.cat([tokens.gather(1, nodes), following[row].view(1, 1)], dim=1)[:, : rooms[row]]
+        count, finished = stops[rows.index[row]](rows.committed(row), new)
+        new = new[:, :count]
+        ended.append(finished or count >= rooms[row])
+        rows.append(row, new)
+        kept.append(new)
+    rows.settle()
+    return kept, ended
+
+
+def _compact(cache: RollbackCache, rows: Rows, draft: Draft, walk: Walk) -> None:
+    """Bring what was accepted together behind each row's end, and forget the rest."""
+    if draft.block is not None and walk.path.shape[1]:
+        slots = walk.path if draft.slots is None else draft.slots.gather(1, walk.path)  # (B, D)
+        first = draft.block.slots[:, :1]  # (B, 1): where the roots stand
+        places = torch.arange(1, slots.shape[1] + 1, device=slots.device).expand_as(slots)
+        accepted = places <= walk.num_accepted[:, None]  # beyond, a slot is copied to itself
+        if bool((accepted & (slots != places)).any()):
+            sources = torch.where(accepted, slots, places)
+            cache.move(torch.arange(len(slots), device=slots.device), first + sources, first + places)
+    cache.rollback(max(rows.in_cache))
+
+
+def _steps(
+    rows: Rows,
+    draft: Draft,
+    walk: Walk,
+    kept: Sequence[Tensor],
+    seconds: tuple[float, float, float],
+    outputs: tuple[Tensor, Tensor] | None,
+) -> list[Step]:
+    """The round's record, one step for each row."""
+    if draft.block is None:
+        drafted = levels = [draft.tokens.shape[1]] * len(rows)
+    else:
+        drafted = draft.valid.sum(1).tolist()
+        levels = (draft.depths[:, 1:] * draft.valid).max(1).values.tolist() if draft.tokens.shape[1] else drafted
+    steps = []
+    for row, accepted in enumerate(walk.num_accepted.tolist()):
+        kept_outputs: list[Tensor | None] = [None, None]
+        if outputs is not None:
+            nodes = torch.cat([walk.path.new_zeros(1), walk.path[row, :accepted]])[: kept[row].shape[1]]
+            kept_outputs = [_outside(output[row : row + 1, nodes]) for output in outputs]
+        steps.append(
+            Step(
+                tokens=_outside(kept[row]),
+                num_drafted=drafted[row],
+                num_accepted=accepted,
+                draft_seconds=seconds[0] / len(rows),
+                verify_seconds=seconds[1] / len(rows),
+                rollback_seconds=seconds[2] / len(rows),
+                logits=kept_outputs[0],
+                scores=kept_outputs[1],
+                row=rows.index[row],
+                num_levels=levels[row],
+            )
+        )
+    return steps
+
+
+def _outside(tensor: Tensor) -> Tensor:
+    """An ordinary copy: tensors made in inference mode cannot take part in training later."""
+    with torch.inference_mode(False):
+        return tensor.clone()

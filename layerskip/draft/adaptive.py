@@ -1,0 +1,199 @@
+"""What to draft in a round, by what the rounds before brought and in what time: how long, from which exit, or nothing.
+
+A round of exit E that drafts N tokens brings 1 + a_1 + a_1 a_2 + ... tokens and takes the time of its passes. Both are
+known from the run itself: the acceptance a_i of each position by running means that forget slowly and start from what
+the checkpoint says of its exits, the times by a `RoundTimes`. What promises most tokens a second is done. What could do
+better if it were a little luckier than it seems is tried, the less often the more often it was tried in vain.
+
+Within a round a token is drafted while the chance that it stays is worth more than the time it takes: while
+
+    P c > r (d + v)
+
+with P the chance that all before it stay, c that it does (running means by tenths of the exit's confidence), d and v
+the time it adds to draft and verification, and r the tokens a second that the run can have otherwise. In a batch the
+rows' chances are averaged: they share the time.
+
+All of this looks at rounds that are over and at the draft's distribution before a token is drawn, so the output stays
+exact (see `acceptance.py`, condition C). It also looks at the clock: with the rules "rejection" and "block" a seed no
+longer gives the same text twice, though of the same distribution; greedy and coupled output stay what they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.checkpoint.settings import AUTO, Setting
+from layerskip.draft.draft_stop import DraftStop, confidence
+from layerskip.draft.exits import KnownExit, known_exit, known_exits
+from layerskip.draft.prospect import Prospect
+from layerskip.draft.round_times import Part, RoundTimes
+from layerskip.forecast import paper_costs
+from layerskip.model.anatomy import device_of
+
+if TYPE_CHECKING:
+    from layerskip.decode.decoding import Step
+    from layerskip.model.stages import Stages
+
+LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
+DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
+FIRST_WAIT, MOST_WAIT = 2, 64  # rounds between two trials of what does not pay, twice as many after each
+
+
+class Adaptive(DraftStop):
+    """Weighs every round's draft against its time.
+
+    Args:
+        most: tokens of the longest chain.
+        prospects: the exits to choose from.
+        times: of the parts of a round.
+        processor: time rounds by this thread's processor time, which does not count while the machine runs something
+            else (by the wall clock a busy machine makes long passes slow and leaves short ones alone), instead of the
+            steps' seconds. For a CPU.
+    """
+
+    def __init__(self, most: int, prospects: Sequence[Prospect], times: RoundTimes, processor: bool = False) -> None:
+        super().__init__(most)
+        self.prospects, self.times, self._processor = list(prospects), times, processor
+        self._began = self._drafted = 0.0  # processor seconds
+        self._since, self._wait = 0, FIRST_WAIT  # rounds since the last trial, and how many there must be
+        self._now: Prospect | None = None  # what drafts in this round
+        self._tried = False  # whether it does so to be tried
+        self._rate = 0.0  # r
+        self._length = 0  # of the longest chain in this round
+        self._batch = 0
+        self._begin_chain()
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+    @property
+    def exit_layer(self) -> int | None:
+        return None if self._now is None else self._now.exit_layer
+
+    def _begin_chain(self) -> None:
+        self._tenths: list[list[int]] = []  # of each position looked at: of each row
+        self._reach: list[float] = []  # P of each row
+        self._ended = False
+
+    def begin(self) -> int:
+        self._began = thread_time()
+        self._begin_chain()
+        plain = 1 / self.times.plain
+        plans = [(*prospect.plan(self.times), prospect) for prospect in self.prospects]
+        rate, length, best = max(plans, key=lambda plan: plan[0])
+        self._rate, self._now, self._tried = max(rate, plain), best if rate > plain else None, False
+        self._since += 1
+        if self._since >= self._wait:
+            hopes: list[tuple[float, float, int, Prospect | None]] = [
+                (p.plan(self.times, LUCK)[0], seems, longest, p) for seems, longest, p in plans if p is not self._now
+            ]
+            if self._now is not None:
+                hopes.append((plain * DOUBT[self.times.knows_plain], plain, 0, None))
+            hope, seems, longest, hopeful = max(hopes, key=lambda each: each[0], default=(0.0, 0.0, 0, None))
+            if hope > self._rate:
+                self._now, self._tried, self._since = hopeful, True, 0
+                self._wait = min(2 * self._wait, MOST_WAIT)
+                length = longest if seems >= plain else 1
+        self._length = 0 if self._now is None else length
+        return self._length
+
+    def goes_on(self, scores: Tensor) -> Tensor:
+        assert self._now is not None
+        position = len(self._tenths)
+        tenths = [min(9, int(10 * sure)) for sure in confidence(scores).tolist()]  # (B,)
+        reach = self._reach or [1.0] * len(tenths)
+        self._reach = [r * self._now.chance(t, position) for r, t in zip(reach, tenths, strict=True)]
+        self._tenths.append(tenths)
+        # Its own pass has the head if another token may follow it.
+        share = self._now.extend if position + 1 >= self._length else 1.0
+        price = share * self.times.draft(self._now.exit_layer) + self.times.further(self._now.exit_layer)  # d + v
+        worth = sum(self._reach) / len(self._reach) > self._rate * price or (self._tried and position == 0)
+        self._ended = not worth
+        return torch.full((len(tenths),), worth, dtype=torch.bool, device=scores.device)
+
+    def drafted(self) -> None:
+        self._drafted = thread_time()
+
+    def end(self, steps: Sequence[Step]) -> None:
+        if len(steps) != self._batch:
+            if self._batch:
+                self.times.rebase()
+            self._batch = len(steps)
+        if self._processor:
+            draft, rest = self._drafted - self._began, thread_time() - self._drafted
+        else:
+            draft = sum(step.draft_seconds for step in steps)
+            rest = sum(step.verify_seconds + step.rollback_seconds for step in steps)
+        for prospect in self.prospects:
+            prospect.forget(prospect is self._now)
+        if self._now is None:
+            if not any(step.num_drafted for step in steps):  # else something was found elsewhere
+                self.times.add(("plain",), draft + rest)
+            return
+        now, looks = self._now, len(self._tenths)
+        if not looks:
+            return
+        drafted = looks - self._ended
+        self.times.add(("draft", now.exit_layer), draft / (looks + (0 if self._ended else now.extend)))
+        self.times.add(("verify", now.exit_layer, drafted), rest)
+        for position in range(looks):
+            now.asked[position] += 1
+            now.went[position] += position < drafted
+        for row, step in enumerate(steps):
+            tenths = [at[row] for at in self._tenths[: min(drafted, step.num_drafted)]]
+            now.judge(tenths, step.num_accepted)
+
+    def again(self) -> Adaptive:
+        """For the next call: knows what this one does, and is ready to learn that all is different now."""
+        copy = deepcopy(self)
+        copy._begin_chain()
+        copy._now = None
+        copy._since, copy._wait = 0, min(copy._wait, 8)
+        for prospect in copy.prospects:
+            prospect.doubt()
+        return copy
+
+
+_remembered: weakref.WeakKeyDictionary[nn.Module, dict[Any, Adaptive]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def adaptive_for(stages: Stages, setting: Setting, sampled: bool) -> Iterator[Adaptive]:
+    """What weighs the drafts of a call. It begins with what the last one of its kind with this model had learnt."""
+    model = stages.model
+    exits = known_exits(model) if setting.exit_layer == AUTO else [known_exit(model, setting.exit_layer)]
+    most = len(setting.shape.widths)
+    kind = (tuple(exits), most, sampled, setting.draft_vocabulary, model.dtype, device_of(model))
+    calls = _remembered.setdefault(model, {})
+    adaptive = calls[kind].again() if kind in calls else _new(stages, exits, most, sampled)
+    try:
+        yield adaptive
+    finally:
+        calls[kind] = adaptive
+
+
+def _new(stages: Stages, exits: Sequence[KnownExit], most: int, sampled: bool) -> Adaptive:
+    costs = paper_costs(stages.model, [known.exit_layer for known in exits], stages.draft_vocabulary)
+    draft = costs.cut_draft or costs.draft
+    weights: dict[Part, float] = {("plain",): costs.plain}
+    prospects = []
+    for known in exits:
+        e = known.exit_layer
+        weights |= {("draft", e): draft[e], ("verify", e): costs.verify[e][1]}
+        acceptance = known.overlap if sampled else known.agreement
+        prospects.append(Prospect(known, acceptance, costs.extend[e] / draft[e], most))
+    return Adaptive(most, prospects, RoundTimes(weights), processor=device_of(stages.model).type == "cpu")
+
+
+def forget(model: nn.Module) -> None:
+    """What earlier calls with this model have learnt."""
+    _remembered.pop(model, None)

@@ -1,0 +1,288 @@
+"""A key/value cache that is written in place and forgets in O(1).
+
+Speculation writes positions it may have to take back. `torch.cat` per step copies everything each time and
+sliding-window caches cannot be rolled back at all, so every layer here keeps its full length in one
+preallocated buffer: a write is a copy into place, a rollback is an assignment to `length`, and windows are
+enforced by the model's own masks. Each layer has its own length, because a draft writes layers [0:E) ahead
+of layers [E:L).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from layerskip.model.block import Block
+
+
+class RollbackLayer(DynamicLayer):
+    """Keys and values of one layer in a preallocated buffer that doubles when it is full.
+
+    Args:
+        capacity: positions to allocate at the first write.
+        limit: positions that will never be exceeded, if known; doubling stops there, so that a cache whose
+            final length is known wastes no memory.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int = 256, limit: int | None = None) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.limit = limit
+        self.length = 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """What is valid of the keys, (batch, kv_heads, length, head_dim), for transformers to read."""
+        return self._keys[:, :, : self.length] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, buffer: Tensor) -> None:
+        self._keys = buffer
+
+    @property
+    def values(self) -> Tensor | None:
+        """The same of the values."""
+        return self._values[:, :, : self.length] if self.is_initialized else None
+
+    @values.setter
+    def values(self, buffer: Tensor) -> None:
+        self._values = buffer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device = key_states.device
+        self._keys = _buffer_like(key_states, self.capacity)  # (batch, kv_heads, capacity, head_dim)
+        self._values = _buffer_like(value_states, self.capacity)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (batch, kv_heads, n, head_dim) states; return views of all (batch, kv_heads, length, head_dim)."""
+        start, stop = self.length, self.length + key_states.shape[-2]
+        if not self.is_initialized:
+            self.capacity = max(self.capacity, stop)
+            self.lazy_initialization(key_states, value_states)
+        elif stop > self.capacity:
+            self._grow(stop)
+        self._keys[:, :, start:stop] = key_states
+        self._values[:, :, start:stop] = value_states
+        self.length = stop
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def write(self, key_states: Tensor, value_states: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Put (batch, kv_heads, n, head_dim) states into the block's slots; return views of all slots it reads."""
+        if not self.is_initialized:
+            self.capacity = max(self.capacity, block.end)
+            self.lazy_initialization(key_states, value_states)
+        elif block.end > self.capacity:
+            self._grow(block.end)
+        self._keys[block.rows, :, block.slots] = key_states.transpose(1, 2)  # (batch, n, kv_heads, head_dim)
+        self._values[block.rows, :, block.slots] = value_states.transpose(1, 2)
+        self.length = block.end
+        return self._keys[:, :, : block.end], self._values[:, :, : block.end]
+
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` (rows, n) of the rows (rows, 1) to `targets` (rows, n); the two may overlap."""
+        self._keys[rows, :, targets] = self._keys[rows, :, sources]
+        self._values[rows, :, targets] = self._values[rows, :, sources]
+
+    def join(self, other: RollbackLayer, rows: int) -> None:
+        """Add `rows` rows: those that another layer holds, or empty ones if nothing was written to it."""
+        length = max(self.length, other.length)
+        self.capacity = max(self.capacity, length)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = _buffer_like(old, self.capacity, len(old) + rows)
+            new[: len(old), :, : self.length] = old[:, :, : self.length]
+            if other.is_initialized:
+                new[len(old) :, :, : other.length] = getattr(other, name)[:, :, : other.length]
+            setattr(self, name, new)
+        self.length = length
+
+    def rollback(self, length: int) -> None:
+        """Forget every position from `length` on; O(1).
+
+        Raises:
+            ValueError: if `length` is more than the layer holds, or negative.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length} positions: the layer holds {self.length}")
+        self.length = length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers' name for a rollback by a (negative) number of positions."""
+        self.rollback(self.length - abs(tokens_to_remove))
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        self.rollback(0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._replace(self._keys.repeat_interleave(repeats, 0), self._values.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._replace(self._keys[indices], self._values[indices])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx.to(self._keys.device))
+
+    def _grow(self, needed: int) -> None:
+        capacity = 2 * self.capacity if self.limit is None else min(2 * self.capacity, self.limit)
+        self.capacity = max(capacity, needed)
+        for name in ("_keys", "_values"):  # one at a time: at most one buffer exists twice
+            old = getattr(self, name)
+            new = _buffer_like(old, self.capacity)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+            del old
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+
+
+class _FullLayersCache(Cache):
+    """A cache whose layers are all `RollbackLayer`s: what transformers asks of every layer, again at every mask,
+    has one answer."""
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    is_linear = is_dummy = is_sliding
+
+    block: Block | None = None  # of the pass that runs, where tokens do not just follow the last position
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if self.block is None:
+            return layer.update(key_states, value_states)
+        return layer.write(key_states, value_states, self.block)
+
+
+class RollbackCache(_FullLayersCache):
+    """The cache of a whole model: one `RollbackLayer` a decoder layer, shared by the views of its stages.
+
+    Args:
+        num_layers: decoder layers of the model.
+        capacity: positions to allocate at first.
+        limit: positions that will never be exceeded, if known.
+    """
+
+    def __init__(self, num_layers: int, capacity: int = 256, limit: int | None = None) -> None:
+        super().__init__(layers=[RollbackLayer(capacity, limit) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Positions every layer holds.
+
+        Raises:
+            RuntimeError: if early layers are ahead of late ones, as they are between a draft and its commit.
+        """
+        lengths = {layer.length for layer in self.layers}
+        if len(lengths) != 1:
+            raise RuntimeError(f"layers hold different numbers of positions: {sorted(lengths)}")
+        return lengths.pop()
+
+    def rollback(self, length: int) -> None:
+        """Forget every position from `length` on in all layers.
+
+        Afterwards all layers hold the same number: `length`, or what the shortest holds, where an error left
+        some short.
+        """
+        length = min(length, *(layer.length for layer in self.layers))
+        for layer in self.layers:
+            layer.rollback(length)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows (n,) of the batch, and forget the others."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows)
+
+    def join(self, other: RollbackCache, rows: int) -> None:
+        """Add the `rows` rows of another cache behind this one's. Of a row that holds fewer positions than the cache,
+        what follows them is for nobody to look at."""
+        for layer, others in zip(self.layers, other.layers, strict=True):
+            layer.join(others, rows)
+
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` (n, m) of the rows (n,) to `targets` (n, m) in all layers."""
+        for layer in self.layers:
+            layer.move(rows[:, None], sources, targets)
+
+    def stage(self, start: int, stop: int, block: Block | None = None) -> StageCache:
+        """What layers [start:stop) see of this cache."""
+        return StageCache(self.layers, start, stop, block)
+
+
+def check_own_cache(cache: RollbackCache, num_layers: int, prompts: list[int]) -> RollbackCache:
+    """Return the cache if it can hold the first positions of the prompts (of these lengths, padding not counted).
+
+    Raises:
+        ValueError: with what it holds, and what to give.
+    """
+    if len(prompts) > 1:
+        raise ValueError(f"a cache of one's own goes with a single sequence, not with {len(prompts)}: leave it out")
+    if len(cache.layers) != num_layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {num_layers}: give RollbackCache({num_layers})"
+        )
+    if cache.length >= prompts[0]:
+        raise ValueError(
+            f"the cache holds {cache.length} positions but the prompt has only {prompts[0]}: roll it back "
+            "to at most one less than the prompt"
+        )
+    keys = cache.layers[0].keys
+    if keys is not None and len(keys) != 1:
+        raise ValueError(f"the cache holds {len(keys)} sequences: give one that holds the prompt's alone")
+    return cache
+
+
+class StageCache(_FullLayersCache):
+    """A view of a `RollbackCache` for layers [start:stop): the same layer objects, but the questions that
+    transformers asks of "the first layer" (how long is the cache, how wide is the mask) are answered by
+    this stage's first layer, since the other stage may hold a different number of positions."""
+
+    def __init__(self, layers: list[RollbackLayer], start: int, stop: int, block: Block | None = None) -> None:
+        super().__init__(layers=layers)
+        self.start, self.stop, self.block = start, stop, block
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.block is not None:  # what makes the widths that models compute from it come out as the block's
+            return self.block.end - self.block.length
+        return self.layers[self._own(layer_idx)].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if self.block is not None:
+            return self.block.end, 0
+        return self.layers[self._own(layer_idx)].get_mask_sizes(query_length)
+
+    def _own(self, layer_idx: int) -> int:
+        return layer_idx if self.start <= layer_idx < self.stop else self.start
+
+
+def _buffer_like(states: Tensor, capacity: int, rows: int | None = None) -> Tensor:
+    batch, heads, _, width = states.shape
+    batch = batch if rows is None else rows
+    # An ordinary tensor wherever it is made, so that the cache can be written outside inference mode too. Zeros: what
+    # attention is masked from must still be finite, and short rows have slots that are never written.
+    with torch.inference_mode(False):
+        return torch.zeros(batch, heads, capacity, width, dtype=states.dtype, device=states.device)
+
+
+def shared_length(a: list[int], b: list[int]) -> int:
+    """How many first tokens two sequences share: what a cache of the one can serve the other with."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

@@ -1,0 +1,246 @@
+"""What prepare() returns: the recipe at work on one model."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.checkpoint.settings import carry
+from layerskip.model.adapters import Adapters, ExitAdapter, attach_adapters, drop_other_adapters
+from layerskip.model.anatomy import decoder_layers, unwrap
+from layerskip.model.views import Head
+from layerskip.training.curriculum import active_exits
+from layerskip.training.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
+from layerskip.training.loss import exit_weights, shifted_labels
+from layerskip.training.objective import KEPT_SHARE, Positions, choose_positions, exit_loss, num_chunks, reference_loss
+from layerskip.training.recipe import Recipe
+from layerskip.training.reference import INPUTS, Reference
+
+
+@lru_cache(maxsize=8)  # asked at every layer, for a step or two at a time
+def _weights(recipe: Recipe, num_layers: int, step: int, own_text: bool) -> dict[int, float]:
+    exits = active_exits(recipe, num_layers, step)
+    if own_text:
+        exits = tuple(e for e in exits if e < num_layers) or exits
+    weights = exit_weights(recipe, exits, num_layers)
+    return {exit_layer: weight for exit_layer, weight in weights.items() if weight > 0}
+
+
+class Handle:
+    """The recipe hung on a model by hooks and by the model's own loss function. See `layerskip.prepare`.
+
+    In training mode a forward with labels gives the LayerSkip loss; in evaluation mode nothing is dropped and
+    the loss is the model's own.
+
+    Tell it the step before every forward (`set_step`). If it is never told, each training forward counts as one.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, reference: nn.Module | None = None) -> None:
+        self.model = unwrap(model)
+        if hasattr(self.model, "_layerskip_handle"):
+            raise ValueError("this model already has a recipe: call handle.remove() first")
+        self.recipe = recipe
+        layers = decoder_layers(self.model)
+        self.num_layers = len(layers)
+        recipe.check(self.num_layers)
+        self.losses: dict[int, Tensor] = {}  # exit -> its loss in the last training forward, L the model's own
+        self.reference_loss: Tensor | None = None  # KL to the original in the last training forward, if asked for
+        self._step, self._micro_step, self._first_row = 0, 0, 0
+        self._told, self._own_text, self._forwards = False, False, 0
+        self._has_loss, self._warned = True, False
+        self._keep: Tensor | None = None  # (L, rows) of the current micro-step
+        self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
+        self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
+        self._head = Head(self.model)
+        self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
+        self.adapters: Adapters | None = None
+        if recipe.freeze_model:
+            self.model.requires_grad_(False)
+        if recipe.adapter_rank is None:
+            drop_other_adapters(self.model)
+        else:
+            self.adapters = attach_adapters(
+                self.model, recipe.trained_exits(self.num_layers), recipe.adapter_rank, recipe.seed
+            )
+        self._base_loss = self.model.loss_function
+        self._hang(layers)
+        self.model._layerskip_handle = self
+        carry(self.model.config, recipe=recipe.to_dict())
+
+    def set_step(self, step: int, micro_step: int = 0, first_row: int = 0, own_text: bool = False) -> None:
+        """Say where training is, before a forward.
+
+        Args:
+            step: optimizer step, from 0.
+            micro_step: which forward of the step's accumulation window.
+            first_row: index, in the batch over all processes, of this process's first sample.
+            own_text: the batch is the model's own text. The exits learn to follow the last layer, wholly by
+                self-distillation, and the last layer is left out of the loss.
+        """
+        self._told, self._own_text = True, own_text
+        self._step, self._micro_step, self._first_row = step, micro_step, first_row
+        self._keep = None
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Exits in the loss at this step and their weights, which sum to 1; L is the model itself."""
+        return dict(_weights(self.recipe, self.num_layers, self._step, self._own_text))
+
+    @property
+    def active_exits(self) -> tuple[int, ...]:
+        """Exits in the loss at this step, ascending."""
+        return tuple(self.weights)
+
+    @property
+    def dropout_rates(self) -> tuple[float, ...]:
+        """Rate of every layer at this step."""
+        return dropout_rates(self.recipe, self.num_layers, self._step)
+
+    def compute_loss(
+        self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The loss of the forward that gave `outputs` without being told the labels: a Trainer's `compute_loss_func`.
+
+        TRL's SFTTrainer needs it, which computes a loss of its own otherwise; where the model is given labels,
+        `model(...).loss` is the same.
+
+        Args:
+            outputs: what the model returned; it has logits (batch, length, vocab).
+            labels: (batch, length) token ids, -100 where not counted, not shifted.
+        """
+        logits, config = outputs["logits"], self.model.config
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        loss = self._loss(logits, labels.to(logits.device), logits.shape[-1], **kwargs)
+        if outputs.get("aux_loss") is not None:  # experts' balance, which models add where they are given labels
+            loss = loss + config.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
+        return loss
+
+    def remove(self) -> None:
+        """Take everything off the model, but for the recipe in its config. A frozen target stays frozen and keeps its
+        adapters, which it drafts with."""
+        for handle in self._hooks:
+            handle.remove()
+        self.model.loss_function = self._base_loss
+        del self.model._layerskip_handle
+
+    def _hang(self, layers: list[nn.Module]) -> None:
+        self._hooks = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        if self.recipe.max_dropout > 0:
+            for index, layer in enumerate(layers):
+                self._hooks += DropoutHooks(layer, partial(self._decide, index)).handles
+        for exit_layer in self.recipe.trained_exits(self.num_layers):
+            tap = partial(self._tap, exit_layer)
+            self._hooks.append(layers[exit_layer - 1].register_forward_hook(tap))
+        self.model.loss_function = self._loss
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._taps.clear()
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._warn_without_loss()
+        self._has_loss = False
+        if not self._told:
+            self._step, self._keep = self._forwards, None
+            self._forwards += 1
+        if self._reference is not None:
+            self._inputs = {name: kwargs[name] for name in INPUTS if kwargs.get(name) is not None}
+            if args:
+                self._inputs["input_ids"] = args[0]
+
+    def _warn_without_loss(self) -> None:
+        if not self._has_loss and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a training forward whose loss was not asked of the recipe: the exits learnt nothing from it. Pass "
+                "labels to the model, or give the Trainer compute_loss_func=handle.compute_loss (TRL's needs it)",
+                stacklevel=2,
+            )
+
+    def _decide(self, layer: int, rows: int) -> Decision | None:
+        rate, recipe = self.dropout_rates[layer], self.recipe
+        if rate == 0:
+            return None
+        if self._keep is None or self._keep.shape[1] != rows:
+            place = (self._step, self._micro_step, self._first_row)
+            self._keep = keep_decisions(self.dropout_rates, rows, recipe.seed, *place, per=recipe.dropout_per)
+        return Decision(self._keep[layer], 1 / (1 - rate) if recipe.dropout_rescale and rate < 1 else 1.0)
+
+    def _tap(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:
+        if layer.training and exit_layer in self.active_exits:
+            self._head.returns_tuple = isinstance(output, tuple)
+            self._taps[exit_layer] = output[0] if isinstance(output, tuple) else output
+
+    def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        """The model's loss function while the recipe hangs on it: (batch, length, vocab) logits of the last layer."""
+        self._has_loss = True
+        if not self.model.training:
+            return self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        positions = self._positions(labels, **kwargs)
+        chunks = num_chunks(labels.shape[0], labels.shape[1], self.recipe.exit_loss_positions, logits.shape[-1])
+        total: Tensor | float = 0.0
+        self.reference_loss = None
+        losses = {}
+        weights = self.weights
+        num_early = len(weights) - (self.num_layers in weights)
+        recompute = self.recipe.exit_loss_positions * num_early > KEPT_SHARE
+        # The last layer first: backward goes the other way round, so that the exits, which need its logits, are done
+        # with before its own gradient makes the peak of the step's memory.
+        for exit_layer, weight in reversed(weights.items()):
+            if exit_layer == self.num_layers:
+                loss = self._base_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+            else:
+                loss = self._exit_loss(exit_layer, logits, positions, chunks, recompute)
+            losses[exit_layer] = loss.detach()
+            total = total + weight * loss
+        self.losses = dict(sorted(losses.items()))
+        if self._reference is not None and not self._own_text:
+            original = self._reference.logits(self._inputs, positions.places, chunks)
+            guard = reference_loss(logits, original, positions)
+            self.reference_loss = guard.detach()
+            total = total + self.recipe.reference_weight * guard
+        assert isinstance(total, Tensor)
+        return total + 0.0 * self._idle(logits)
+
+    def _idle(self, logits: Tensor) -> Tensor | float:
+        """A sum over what the step's loss does not depend on, where an engine would miss its gradient."""
+        idle: Tensor | float = 0.0
+        if self.adapters is not None:  # called as modules, so that sharded weights are there
+            for exit_layer, adapter in self.adapters.items():
+                assert isinstance(adapter, ExitAdapter)
+                if int(exit_layer) not in self.losses:
+                    idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
+        trained = not self.recipe.freeze_model and hasattr(next(self.model.parameters()), "ds_id")
+        if trained and self.num_layers not in self.losses:
+            # ZeRO-3 would step the layers above the deepest exit by the gradient they got the last time.
+            idle = idle + logits.sum()
+        return idle
+
+    def _positions(
+        self,
+        labels: Tensor,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Positions:
+        targets = shifted_labels(labels) if shift_labels is None else shift_labels
+        key = ("positions", self.recipe.seed, self._step, self._micro_step)
+        return choose_positions(targets, self.recipe.exit_loss_positions, num_items_in_batch, self._first_row, *key)
+
+    def _exit_loss(
+        self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int, recompute: bool
+    ) -> Tensor:
+        adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
+        return exit_loss(
+            self._taps.pop(exit_layer),
+            self._head if adapter is None else lambda hidden: self._head(adapter(hidden)),
+            last_logits,
+            positions,
+            chunks,
+            distillation=1.0 if self._own_text else self.recipe.self_distillation,
+            temperature=self.recipe.distillation_temperature,
+            recompute=recompute,
+        )
