@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from layerskip.checkpoint.companion import write_whole
 from layerskip.checkpoint.settings import Setting, resolve_setting
-from layerskip.decode.generation import generate as speculate
+from layerskip.decode.generation import prepare, run
 
 FOLDER = "custom_generate"
 # Checked by transformers when the checkpoint is loaded, by the distribution's name.
@@ -69,12 +69,13 @@ def generate(*args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     streamer = given.pop("streamer", None)
     held = None if streamer is None else _Held(streamer)
     try:
-        return speculate(model, **given, streamer=held)
+        session = prepare(model, **given, streamer=held)
     except ValueError as error:
-        if ours or (held is not None and held.begun):
+        if ours:
             raise
         warnings.warn(f"decoded by transformers, without drafts: {error}", stacklevel=2)
-    return GenerationMixin.generate(model, **given, streamer=streamer)
+        return GenerationMixin.generate(model, **given, streamer=streamer)
+    return run(session, held)
 
 
 def _drafts_nothing(model: PreTrainedModel) -> bool:

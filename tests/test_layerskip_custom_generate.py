@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Setting, custom_generate
@@ -171,6 +178,23 @@ def test_an_error_once_decoding_has_begun_does_not_begin_it_anew(model, inputs):
     assert len(streamer.puts) == 3
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_an_error_of_a_logits_processor_ends_the_call(calls_before, model, inputs):
+    """Where it comes from, without a streamer: once decoding is under way nothing is decoded anew."""
+    lengths = []
+
+    def broken(input_ids, scores):
+        lengths.append(input_ids.shape[1])
+        if len(lengths) > calls_before:
+            raise ValueError("the bias has another vocabulary")
+        return scores
+
+    with pytest.raises(ValueError, match="the bias has another vocabulary"):
+        model.generate(**inputs, max_new_tokens=16, do_sample=False, logits_processor=LogitsProcessorList([broken]))
+    assert len(lengths) == calls_before + 1
+
+
 def test_tuned_to_off_it_is_plain_and_untuned_it_says_so(tmp_path, inputs):
     arguments = {**inputs, "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     off = trusted(save(tmp_path / "off", Setting(None, 0)))
@@ -189,11 +213,11 @@ def speculated(monkeypatch):
     outputs = []
 
     def watch(*args, **kwargs):
-        outputs.append(speculate(*args, **kwargs))
+        outputs.append(run(*args, **kwargs))
         return outputs[-1]
 
-    speculate = custom_generate.speculate
-    monkeypatch.setattr(custom_generate, "speculate", watch)
+    run = custom_generate.run
+    monkeypatch.setattr(custom_generate, "run", watch)
     return outputs
 
 

@@ -93,8 +93,10 @@ def test_it_decodes_at_the_exit_that_is_named_and_advises_to_tune(folder, tokeni
         output = layerskip.generate(model, **inputs, exit_layer=2, **GREEDY, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)
     assert output.statistics.num_drafted > 0
-    with pytest.warns(UserWarning, match=r"carries no tuned exit layer.*give exit_layer=1 … 3 \(infer tune --write"):
+    advice = r"carries no tuned exit layer.*give exit_layer=1 … 3 \(infer tune --write"
+    with pytest.warns(UserWarning, match=advice) as warned:
         assert torch.equal(layerskip.generate(model, **inputs, **GREEDY), expected)
+    assert {warning.filename for warning in warned} == {__file__}  # the caller's line
 
 
 def test_the_programs_take_it(folder, tokenizer, capsys):

@@ -23,6 +23,7 @@ MAX_AUTO_TOKENS = 8  # of a chain whose length is "auto"
 KEY = "layerskip"
 
 LOOKUPS = ("off", "only", "hybrid", "branch")
+_CALLER = 5  # of warnings: whoever called generate, which calls prepare, prepare_session, resolve_setting
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
         warnings.warn(
             "this checkpoint carries no tuned exit layer, so it is decoded plainly: "
             f"give exit_layer=1 … {num_layers(model) - 1} (infer tune --write picks it), or exit_layer=None to say so",
-            stacklevel=4,
+            stacklevel=_CALLER,
         )
     base = {} if tuned is None else {field.name: getattr(tuned, field.name) for field in fields(Setting)}
     if "num_draft_tokens" in asked or "exit_layer" in asked:
@@ -186,7 +187,7 @@ def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
         warnings.warn(
             f"tree={setting.tree!r} is for an early exit to grow, and exit_layer=None is plain decoding: "
             "give exit_layer=1, 2, ... or leave tree out",
-            stacklevel=4,
+            stacklevel=_CALLER,
         )
     return setting
 

@@ -87,12 +87,32 @@ def generate(
         UnsupportedModelError, ValueError: before anything is decoded.
     """
     given = locals()
-    drafting = {field.name: given[field.name] for field in fields(Setting) if field.name in given}
-    drafting |= {name: kwargs.pop(name) for name in ("num_lookup_tokens",) if name in kwargs}
-    choice = Choice(acceptance, seed, generator, grammar)
-    session = prepare_session(model, inputs, drafting, choice, streamer=streamer, **kwargs)
+    names = [field.name for field in (*fields(Setting), *fields(Choice)) if field.name in given]
+    return run(prepare(model, inputs, streamer=streamer, **kwargs, **{name: given[name] for name in names}), streamer)
+
+
+def prepare(
+    model: nn.Module, inputs: Tensor | None = None, *, streamer: BaseStreamer | None = None, **arguments: Any
+) -> Session:
+    """What `generate` was asked for, checked: whatever it refuses is refused here, before anything is decoded.
+
+    Args:
+        **arguments: as of `generate`.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `generate` does.
+    """
+    drafting = {field.name: arguments.pop(field.name, "tuned") for field in fields(Setting)}
+    choice = Choice(**{field.name: arguments.pop(field.name) for field in fields(Choice) if field.name in arguments})
+    session = prepare_session(model, inputs, drafting, choice, streamer=streamer, **arguments)
     if streamer is not None and len(session.input_ids) > 1:
         raise ValueError(f"a streamer takes one sequence, not {len(session.input_ids)}: use layerskip.stream")
+    return session
+
+
+def run(session: Session, streamer: BaseStreamer | None = None) -> Tensor | SelfSpeculativeOutput:
+    """Decode what was prepared to its end; returns what `generate` does. An error comes from what the call was given:
+    a logits processor, a criterion, the streamer."""
     steps: list[list[Step]] = [[] for _ in session.input_ids]
     for step in session.steps():
         steps[step.row].append(step)
@@ -149,6 +169,5 @@ def steps(
 ) -> Iterator[Step]:
     """The same as `generate`, as a generator of `Step`s that may be abandoned at any point; a step for each row that
     is still going, round by round."""
-    names = [field.name for field in fields(Setting)]
-    drafting = {name: kwargs.pop(name, "tuned") for name in names}
-    return prepare_session(model, inputs, drafting, Choice(acceptance, seed, generator, grammar), **kwargs).steps()
+    choice = {"acceptance": acceptance, "seed": seed, "generator": generator, "grammar": grammar}
+    return prepare(model, inputs, **choice, **kwargs).steps()
