@@ -304,6 +304,7 @@ def wild_clock(monkeypatch):
         return now[0]
 
     monkeypatch.setattr(module, "thread_time", clock)
+    monkeypatch.setattr(module, "thread_clock_serves", lambda device: True)
 
 
 AUTO = {"exit_layer": "auto", "num_draft_tokens": "auto"}
@@ -336,11 +337,24 @@ def test_a_coarse_clock_changes_nothing(ticks, monkeypatch):
     """One that stands still for whole rounds, as Windows' does for a thread."""
     looks = iter(range(10**6))
     monkeypatch.setattr(module, "thread_time", lambda: next(looks) // 40 * ticks)
+    monkeypatch.setattr(module, "thread_clock_serves", lambda device: True)
     model, prompt = taught(tiny.llama()), torch.arange(5, 12)[None]
     arguments = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 40}
     expected = model.generate(prompt, **arguments)
     for _ in range(2):
         assert torch.equal(layerskip.generate(model, prompt, **arguments, **AUTO), expected)
+
+
+@pytest.mark.parametrize(("serves", "seconds"), [(True, 5.0), (False, PLAIN)])
+def test_rounds_are_timed_by_the_wall_where_the_threads_clock_does_not_serve(serves, seconds, monkeypatch):
+    looks = iter((1.0, 1.0, 6.0))  # at the beginning of a round, after its draft, at its end
+    monkeypatch.setattr(module, "thread_time", lambda: next(looks))
+    monkeypatch.setattr(module, "thread_clock_serves", lambda device: serves)
+    with adaptive_for(Stages(tiny.llama(), 2), Setting(2, "auto"), sampled=False) as weigher:
+        assert weigher.begin() == 0  # nobody taught this exit
+        weigher.drafted()
+        weigher.end([step(0, 0, verify=PLAIN)])
+        assert weigher.times.plain == seconds
 
 
 def test_a_position_where_nothing_may_follow_is_not_drafted(monkeypatch):

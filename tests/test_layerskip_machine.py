@@ -1,13 +1,16 @@
-"""The dtype that is fast here: by what the CPU says of itself, and what follows from it."""
+"""What is fast here, by what the CPU says of itself, and the clock that tells it, by how it moves."""
 
 import platform
+from time import perf_counter
 
 import pytest
 import torch
 
 from infer.loading import load
 from infer.options import ModelOptions
-from layerskip.model.machine import fast_dtype
+from layerskip.forecast.stopwatch import Stopwatch
+from layerskip.model import machine
+from layerskip.model.machine import fast_dtype, thread_clock_serves
 from tests import tiny
 
 
@@ -38,3 +41,15 @@ def test_a_half_precision_checkpoint_is_read_in_what_is_fast_here(monkeypatch, t
     tiny.tokenizer().save_pretrained(tmp_path)
     pretend(monkeypatch, has, False)
     assert load(ModelOptions(str(tmp_path), dtype=asked)).model.dtype == expected
+
+
+@pytest.mark.parametrize(("tick", "fine"), [(1e-7, True), (1 / 64, False), (0.0, False)])
+def test_a_coarse_thread_clock_times_nothing(monkeypatch, tick, fine):
+    """On Windows it moves 64 times a second, whatever it says of itself; in some sandboxes not at all."""
+    looks = iter(range(10**9))
+    monkeypatch.setattr(machine, "thread_time", lambda: next(looks) // 40 * tick)
+    monkeypatch.setattr(machine, "_thread_clock_is_fine", machine._thread_clock_is_fine.__wrapped__)  # asked anew
+    cpu = torch.device("cpu")
+    assert thread_clock_serves(cpu) == fine
+    assert not thread_clock_serves(torch.device("cuda"))
+    assert (Stopwatch(cpu).clock is perf_counter) == (not fine)

@@ -389,6 +389,7 @@ def check(case: Case) -> list[str]:
     adaptive.forget(model_of(case.architecture))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive, "thread_time", Clock(case.clock))
+        patch.setattr(adaptive, "thread_clock_serves", lambda device: True)
         return judged(case)
 
 

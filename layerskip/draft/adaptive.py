@@ -37,6 +37,7 @@ from layerskip.draft.prospect import Prospect
 from layerskip.draft.round_times import Part, RoundTimes
 from layerskip.forecast import paper_costs
 from layerskip.model.anatomy import device_of
+from layerskip.model.machine import thread_clock_serves
 
 if TYPE_CHECKING:
     from layerskip.decode.decoding import Step
@@ -54,9 +55,8 @@ class Adaptive(DraftStop):
         most: tokens of the longest chain.
         prospects: the exits to choose from.
         times: of the parts of a round.
-        processor: time rounds by this thread's processor time, which does not count while the machine runs something
-            else (by the wall clock a busy machine makes long passes slow and leaves short ones alone), instead of the
-            steps' seconds. For a CPU.
+        processor: time rounds by this thread's processor time instead of the steps' seconds: see
+            `machine.thread_clock_serves`.
     """
 
     def __init__(self, most: int, prospects: Sequence[Prospect], times: RoundTimes, processor: bool = False) -> None:
@@ -191,7 +191,7 @@ def _new(stages: Stages, exits: Sequence[KnownExit], most: int, sampled: bool) -
         weights |= {("draft", e): draft[e], ("verify", e): costs.verify[e][1]}
         acceptance = known.overlap if sampled else known.agreement
         prospects.append(Prospect(known, acceptance, costs.extend[e] / draft[e], most))
-    return Adaptive(most, prospects, RoundTimes(weights), processor=device_of(stages.model).type == "cpu")
+    return Adaptive(most, prospects, RoundTimes(weights), processor=thread_clock_serves(device_of(stages.model)))
 
 
 def forget(model: nn.Module) -> None:

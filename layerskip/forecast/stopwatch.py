@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from layerskip.model.machine import thread_clock_serves
+
 
 class Stopwatch:
     """Seconds of calls, by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # On a CPU the calling thread's own time: it works or spins while the others do, but does not count while the
-        # machine runs something else. By the wall clock a busy machine makes long calls slow and leaves short ones
-        # alone, which once made a forecast of 22x.
-        self.clock = thread_time if device.type == "cpu" else perf_counter
+        # By the wall clock a busy machine once made a forecast of 22x.
+        self.clock = thread_time if thread_clock_serves(device) else perf_counter
         self.seconds: dict[str, list[float]] = {}
 
     def add(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
