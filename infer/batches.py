@@ -14,6 +14,7 @@ from infer.errors import InputError
 from infer.grammar import compile_grammar, unfinished
 from infer.loading import Loaded, load_to_decode
 from infer.options import DecodingOptions, ModelOptions
+from infer.speculation import in_flags
 from infer.streaming import check_room
 from infer.tally import Tally
 from infer.terminal import Terminal
@@ -66,7 +67,7 @@ def generate_batches(
     Raises:
         InputError: if the model or a prompt cannot be used.
     """
-    loaded, setting = load_to_decode(model, options.speculation, terminal)
+    loaded, setting = load_to_decode(model, options, terminal)
     if definition is not None:
         options = replace(options, grammar=compile_grammar(definition, loaded))
     rows = _encode(loaded, prompts, options)
@@ -112,7 +113,7 @@ def _decode(
             **options.generate_arguments() | _randomness(options, device, range(first, first + len(rows))),
         )
     except ValueError as error:  # refused before anything was decoded
-        raise InputError(str(error)) from error
+        raise InputError(in_flags(error)) from error
     assert isinstance(output, layerskip.SelfSpeculativeOutput)
     assert output.row_statistics is not None
     new = cast(Tensor, output.sequences)[:, input_ids.shape[1] :].tolist()

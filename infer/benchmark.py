@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, compare; returns the exit code."""
     options = read_options(arguments)
     model = ModelOptions.read(arguments)
-    folder = local_folder(model.model)
+    folder = local_folder(model.model, options.exit_layers)
     if options.assistant is not None:
         local_folder(options.assistant)
     prompts: Prompts = find_prompts(arguments.prompts, folder, options.has_choice and not arguments.check)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, talk; returns the exit code."""
     options = DecodingOptions.read(arguments)
-    local_folder(arguments.model)
+    local_folder(arguments.model, [options.speculation.exit_layer])
     definition = read_definition(arguments)
     terminal = Terminal(arguments.color)
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     loaded, setting = load_to_decode(
         ModelOptions.read(arguments),
-        options.speculation,
+        options,
         terminal,
         lambda loaded: check_system(loaded, arguments.system),
     )

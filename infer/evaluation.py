@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, measure; returns the exit code."""
     options = read_options(arguments)
     model = ModelOptions.read(arguments)
-    folder = local_folder(model.model)
+    folder = local_folder(model.model, options.exit_layers)
     texts: tuple[str, ...] = ()
     source = ""
     if arguments.text:

@@ -93,7 +93,7 @@ def folder(text: str) -> Path:
 def run(arguments: argparse.Namespace) -> int:
     """Check the flags, write, say what was written; returns the exit code."""
     options, model = ExportOptions.read(arguments), ModelOptions.read(arguments)
-    source = local_folder(arguments.model)
+    source = local_folder(arguments.model, [options.exit_layer])
     if options.draft is not None:
         from infer.exporting import export_draft  # here, so that wrong flags are told before seconds of imports
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, decode; returns the exit code."""
     options = DecodingOptions.read(arguments)
-    local_folder(arguments.model)
+    local_folder(arguments.model, [options.speculation.exit_layer])
     definition = read_definition(arguments)
     prompts = read_many(arguments)
     terminal = Terminal(arguments.color)
@@ -125,7 +125,7 @@ def generate(
     from infer.streaming import Splitter, stream
     from infer.tally import Tally
 
-    loaded, setting = load_to_decode(model, options.speculation, terminal)
+    loaded, setting = load_to_decode(model, options, terminal)
     if options.seed is not None:
         torch.manual_seed(options.seed)
     if terminal.color:

@@ -52,7 +52,7 @@ def whole(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, look; returns the exit code."""
     options = InspectOptions(SpeculationOptions.read(arguments), arguments.max_new_tokens, arguments.html)
-    local_folder(arguments.model)
+    local_folder(arguments.model, [options.speculation.exit_layer])
     check_file("--html", options.html)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
 

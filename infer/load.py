@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, measure; returns the exit code."""
     options, model = read_options(arguments), ModelOptions.read(arguments)
     options.check(model)
-    prompts = find_prompts(arguments.prompts, local_folder(model.model), need_validation=False)
+    folder = local_folder(model.model, [options.exit_layer])
+    prompts = find_prompts(arguments.prompts, folder, need_validation=False)
 
     from infer.serving.run import load_test  # here, so that wrong flags are told before seconds of imports
 

@@ -14,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from infer.errors import InputError, first_line
-from infer.options import ModelOptions
+from infer.options import DecodingOptions, ModelOptions
 from infer.source import local_folder
-from infer.speculation import Auto, SpeculationOptions, Tuned, in_flags
+from infer.speculation import Auto, Tuned, in_flags
 from infer.terminal import Terminal
-from layerskip.checkpoint.settings import Setting, resolve_setting, tuned_setting
+from layerskip.checkpoint.resolving import resolve_setting
+from layerskip.checkpoint.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting, tuned_setting
 from layerskip.checkpoint.vocabulary import find_draft_vocabulary
+from layerskip.forecast import tree_name
 from layerskip.model.adapters import adapters_of, find_adapters
 from layerskip.model.anatomy import check_exit_layer
 from layerskip.model.machine import fast_dtype
@@ -95,8 +97,8 @@ def load(
 
 
 def load_to_decode(
-    options: ModelOptions,
-    speculation: SpeculationOptions,
+    model: ModelOptions,
+    options: DecodingOptions,
     terminal: Terminal,
     check: Callable[[Loaded], None] | None = None,
 ) -> tuple[Loaded, Setting]:
@@ -108,11 +110,17 @@ def load_to_decode(
     Raises:
         InputError: before the weights are read wherever the reason is known by then.
     """
-    if speculation.tree != "tuned":
-        check_tree(speculation.tree)
-    loaded = load(options, [speculation.exit_layer])
-    asked = speculation.setting()
+    if options.speculation.tree != "tuned":
+        check_tree(options.speculation.tree)
+    loaded = load(model, [options.speculation.exit_layer])
+    asked = options.speculation.setting()
     setting = choose_setting(loaded, asked.pop("exit_layer"), asked.pop("num_draft_tokens"), **asked)
+    if setting is not None and setting.grows_trees and options.acceptance == "block":  # a --tree was refused before
+        tuned = tree_name(setting.tree or ())
+        raise InputError(
+            f"--acceptance block judges chains; this checkpoint is tuned to --tree {tuned}: give --num-draft-tokens "
+            f"{DEFAULT_NUM_DRAFT_TOKENS} to override it"
+        )
     if check is not None:
         check(loaded)
     if setting is None:

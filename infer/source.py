@@ -1,24 +1,34 @@
 """Where a model is said to be, checked before anything heavy is imported."""
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infer.errors import InputError
 
 RUNS = "runs"  # where training writes; nobody of that name is on the Hub
+# What a config.json calls its number of layers: transformers knows them all as num_hidden_layers.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def local_folder(name: str) -> Path | None:
+def local_folder(name: str, exit_layers: Sequence[Any] | None = None) -> Path | None:
     """The folder `name` names, or None if it can only be a Hub id.
 
+    Args:
+        exit_layers: those asked for; what is no number (None, "auto", "tuned") is passed over.
+
     Raises:
-        InputError: if it is a path that holds no model, or that does not exist.
+        InputError: if it is a path that holds no model, or that does not exist; if the model has too few layers for an
+            exit that is asked for, where its config.json says how many it has.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{name} holds no config.json{_what_it_holds(path)}: give the folder of a saved model")
+        _check_exits(path, [exit_layer for exit_layer in exit_layers or () if isinstance(exit_layer, int)])
         return path
     if path.exists():
         raise InputError(f"{name} is a file: give the folder of a saved model, or a Hub id")
@@ -34,3 +44,23 @@ def _what_it_holds(folder: Path) -> str:
     """For a run that is not finished: where its newest checkpoint is."""
     checkpoints = sorted(folder.glob("checkpoints/step-*/config.json"))
     return f" (its training is not finished; {checkpoints[-1].parent} is its last checkpoint)" if checkpoints else ""
+
+
+def _check_exits(folder: Path, exit_layers: Sequence[int]) -> None:
+    """As `infer.loading` does with transformers' config, in no time; a config that does not say is left to it."""
+    num_layers = _num_layers(folder) if exit_layers else None
+    wrong = next((e for e in exit_layers if num_layers is not None and not 1 <= e < num_layers), None)
+    if wrong is not None and num_layers is not None:
+        raise InputError(
+            f"exit_layer={wrong} is out of range: this model has {num_layers} layers, so choose 1 to {num_layers - 1} "
+            "(the number of layers that draft)"
+        )
+
+
+def _num_layers(folder: Path) -> int | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        return next((int(text[name]) for name in _LAYERS if name in text), None)
+    except (OSError, ValueError, TypeError, AttributeError):  # told by transformers
+        return None

@@ -119,11 +119,19 @@ def add_drafting_flags(group: Any) -> None:
 
 
 def in_flags(error: ValueError) -> str:
-    """The library's message with our flags for its arguments: draft_stop=2 becomes --draft-stop 2."""
-    names = "|".join(SpeculationOptions.__dataclass_fields__)
-    text = re.sub(rf"\b({names})='([^']*)'", r"\1 \2", str(error))
-    text = re.sub(rf"\b({names})=", r"\1 ", text)
-    return re.sub(rf"(?<![\w-])({names})\b", lambda found: "--" + found[0].replace("_", "-"), text)
+    """The library's message with our flags for its arguments: draft_stop=2 becomes --draft-stop 2. A name that is
+    also a word stays one where it has no value: a tree is no chain."""
+    names = [*SpeculationOptions.__dataclass_fields__, "acceptance"]
+    either = "|".join(names)
+    text = str(error).replace("exit_layer=None", "exit_layer='none'")
+    text = re.sub(rf"(?<![\w-])({either})='([^']*)'", lambda found: f"{_flag(found[1])} {found[2]}", text)
+    text = re.sub(rf"(?<![\w-])({either})=", lambda found: f"{_flag(found[1])} ", text)
+    alone = "|".join(name for name in names if "_" in name)
+    return re.sub(rf"(?<![\w-])({alone})\b", lambda found: _flag(found[0]), text)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def exit_layer(text: str) -> int | Auto | Tuned | None:

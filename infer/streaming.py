@@ -9,6 +9,7 @@ import layerskip
 from infer.errors import InputError
 from infer.loading import Loaded
 from infer.options import DecodingOptions
+from infer.speculation import in_flags
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.streaming import Detokenizer
 
@@ -44,7 +45,7 @@ def stream(
     try:
         first = next(pieces)
     except ValueError as error:  # refused before anything was decoded
-        raise InputError(str(error)) from error
+        raise InputError(in_flags(error)) from error
     yield first
     yield from pieces
 

@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the flags, load, choose; returns the exit code."""
     options = read_options(arguments)
     model = ModelOptions.read(arguments)
-    folder = local_folder(model.model)
+    folder = local_folder(model.model, options.exit_layers)
     if options.write and folder is None:
         raise InputError(
             f"--write needs a folder, and {model.model} is on the Hub: download it (hf download {model.model} "

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, load, count, show, and write if asked; returns the exit code."""
-    folder = local_folder(arguments.model)
+    folder = local_folder(arguments.model, [arguments.exit_layer])
     if arguments.write and folder is None:
         raise InputError(
             f"--write needs a folder, and {arguments.model} is on the Hub: download it (hf download {arguments.model} "

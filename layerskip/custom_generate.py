@@ -19,7 +19,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from layerskip.checkpoint.companion import write_whole
-from layerskip.checkpoint.settings import Setting, resolve_setting
+from layerskip.checkpoint.resolving import resolve_setting
+from layerskip.checkpoint.settings import Setting
 from layerskip.decode.generation import prepare, run
 
 FOLDER = "custom_generate"

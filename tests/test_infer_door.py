@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.command import COMMANDS
+from infer.source import local_folder
 from infer.terminal import Terminal
 from tests import tiny
 from tests.programs import run
@@ -123,6 +124,42 @@ def test_a_tokenizer_of_another_model_is_refused_before_the_weights_are_read(tin
     code, _, err = run(["generate", str(tiny_checkpoint), "hi"], capsys)
     assert (code, err.count("\n")) == (2, 1)
     assert "the tokenizer has 300 tokens but the model's embeddings only 200" in err
+
+
+def test_an_exit_layer_out_of_range_is_refused_before_anything_heavy_is_imported(tiny_checkpoint, tmp_path):
+    """By the number of layers in config.json, whatever the architecture calls it."""
+    gpt2, composite = tmp_path / "gpt2", tmp_path / "composite"
+    for folder, config in ((gpt2, {"n_layer": 3}), (composite, {"text_config": {"num_hidden_layers": 3}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    calls = [
+        ["generate", str(tiny_checkpoint), "hi", "--exit-layer", "99"],
+        ["chat", str(gpt2), "--exit-layer", "3"],
+        ["inspect", str(composite), "hi", "--exit-layer", "3"],
+        ["benchmark", str(tiny_checkpoint), "--exit-layers", "1,4"],
+        ["load", str(tiny_checkpoint), "--exit-layer", "4"],
+        ["tune", str(gpt2), "--exit-layers", "1,99"],
+        ["evaluate", str(composite), "--exit-layers", "1,99"],
+        ["export", str(tiny_checkpoint), "--draft", str(tmp_path / "draft"), "--exit-layer", "99"],
+        ["vocabulary", str(tiny_checkpoint), "--text", str(gpt2 / "config.json"), "--size", "9", "--exit-layer", "99"],
+    ]
+    script = f"""
+import sys
+from infer.command import main
+codes = [main(argv) for argv in {calls!r}]
+heavy = {{"torch", "transformers"}} & set(sys.modules)
+sys.exit(f"imported {{heavy}}" if heavy else 0 if set(codes) == {{2}} else str(codes))
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("is out of range: this model has") == len(calls)
+    assert result.stderr.count("so choose 1 to 2 (the number") == 4
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "llama"}', "{", "[]", '{"num_hidden_layers": "many"}'])
+def test_a_config_that_does_not_say_its_layers_is_left_to_transformers(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    assert local_folder(str(tmp_path), [99]) == tmp_path
 
 
 def test_an_exit_layer_out_of_range_is_refused_before_the_weights_are_read(tiny_checkpoint, capsys):

@@ -15,7 +15,8 @@ from infer.options import DecodingOptions, ModelOptions
 from infer.streaming import Span, Splitter, stream
 from infer.terminal import Terminal
 from layerskip import Piece, Step
-from layerskip.checkpoint.settings import Setting, resolve_setting, store_setting
+from layerskip.checkpoint.resolving import resolve_setting
+from layerskip.checkpoint.settings import Setting, store_setting
 from tests import tiny
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -99,6 +100,32 @@ def test_an_exit_layer_drafts_where_the_checkpoint_is_tuned_to_off(tiny_checkpoi
     for flags in (("--tree", "2,1"), ("--num-draft-tokens", "3"), ("--draft-stop", "0.4")):
         assert main(["generate", str(tiny_checkpoint), "def", *flags]) == 2
         assert f"{flags[0]} goes with an early exit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tuned", "flags", "reason", "instead"), [
+    ((2, 4, "s3_k2_d6"), "--draft-stop 0.3", "tuned to --tree s3_k2_d6", "--num-draft-tokens 4"),
+    (("auto", "auto"), "--draft-stop 0.3", "tuned to --exit-layer auto and --num-draft-tokens auto",
+     "--exit-layer 1 … 3 and --num-draft-tokens 4"),
+    (("auto", "auto"), "--draft-stop 0.3 --num-draft-tokens 3", "tuned to --exit-layer auto:", "--exit-layer 1 … 3"),
+    (("auto", "auto"), "--tree 2,1", "tuned to --exit-layer auto:", "--exit-layer 1 … 3"),
+    ((2, "auto"), "--lookup branch", "tuned to --num-draft-tokens auto", "--num-draft-tokens 4"),
+    ((2, 4, None, "branch"), "--num-draft-tokens auto", "tuned to --lookup branch", "--lookup hybrid"),
+    ((None, 0, None, "only"), "--lookup hybrid", "tuned to --exit-layer none", "--exit-layer 1 … 3"),
+    ((2, 4, "s3_k2_d6"), "--acceptance block --temperature 1", "tuned to --tree s3_k2_d6", "--num-draft-tokens 4"),
+])  # fmt: skip
+def test_what_does_not_go_with_the_tuned_setting_is_told_and_so_is_how_to_override_it(
+    tuned, flags, reason, instead, tiny_checkpoint, capsys
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    store_setting(model, Setting(*tuned))
+    model.save_pretrained(tiny_checkpoint)
+    assert main(["generate", str(tiny_checkpoint), "def", *flags.split()]) == 2
+    err = capsys.readouterr().err
+    assert reason in err
+    assert f"give {instead} to override it" in err
+    assert "leave" not in err  # of two that were not both given
+    flags = f"{flags} {instead.replace(' … 3', '').replace(' and', '')}"
+    assert main(["generate", str(tiny_checkpoint), "def", "--max-new-tokens", "4", *flags.split()]) == 0
 
 
 @pytest.mark.parametrize("lookup", ["only", "off"])

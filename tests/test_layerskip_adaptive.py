@@ -11,7 +11,8 @@ from transformers import LogitsProcessorList
 import layerskip
 from infer.errors import InputError
 from infer.speculation import SpeculationOptions, add_speculation_flags
-from layerskip.checkpoint.settings import Setting, carry, resolve_setting, store_setting, tuned_setting
+from layerskip.checkpoint.resolving import resolve_setting
+from layerskip.checkpoint.settings import Setting, carry, store_setting, tuned_setting
 from layerskip.decode.decoding import Step, decode
 from layerskip.draft import adaptive as module
 from layerskip.draft import drafters

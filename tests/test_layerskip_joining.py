@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
-from layerskip.checkpoint.settings import resolve_setting
+from layerskip.checkpoint.resolving import resolve_setting
 from layerskip.decode.decoding import decode
 from layerskip.decode.joining import Newcomer, join
 from layerskip.decode.stopping import StopRule

@@ -23,7 +23,7 @@ def inspect_text(model: ModelOptions, options: InspectOptions, prompt: str, term
     Raises:
         InputError: if the model or the prompt cannot be used.
     """
-    loaded, setting = load_to_decode(model, options.speculation, terminal)
+    loaded, setting = load_to_decode(model, options.decoding(), terminal)
     picture = look(loaded, setting, options, prompt)
     words = Words(loaded.tokenizer)
     exit_layer = setting.exit_layer if isinstance(setting.exit_layer, int) else None

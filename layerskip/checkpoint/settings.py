@@ -1,4 +1,4 @@
-"""Which exit layer and draft length a call uses, and where a checkpoint keeps its tuned ones.
+"""How to draft: a setting, and where a checkpoint keeps the one it was tuned to.
 
 `generation_config.json` carries {"layerskip": {"exit_layer": E, "num_draft_tokens": K}}: a key plain
 transformers keeps and ignores. `config.json` has the same key for what belongs to the model: recipe, exits, adapters.
@@ -6,7 +6,6 @@ transformers keeps and ignores. `config.json` has the same key for what belongs 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from typing import Any
@@ -23,7 +22,6 @@ MAX_AUTO_TOKENS = 8  # of a chain whose length is "auto"
 KEY = "layerskip"
 
 LOOKUPS = ("off", "only", "hybrid", "branch")
-_CALLER = 5  # of warnings: whoever called generate, which calls prepare, prepare_session, resolve_setting
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,11 @@ class Setting:
         return auto and self.tree is None and self.exit_layer is not None and self.lookup != "only"
 
     @property
+    def grows_trees(self) -> bool:
+        """Whether the early exit drafts, and branches."""
+        return self.exit_layer is not None and self.lookup != "only" and not self.shape.is_chain
+
+    @property
     def shape(self) -> Shape:
         """What the early exit grows, at most."""
         if self.tree is not None:
@@ -135,7 +138,7 @@ def tuned_setting(model: PreTrainedModel) -> Setting | None:
     try:
         known = {field.name for field in fields(Setting)}  # a newer version may store more
         setting = Setting(**{"exit_layer": None, **{name: stored[name] for name in known & stored.keys()}})
-        _check_exit(setting, model)
+        check_exit(setting, model)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"generation_config.{KEY} is {stored!r}, which does not fit this model ({error}): "
@@ -146,52 +149,14 @@ def tuned_setting(model: PreTrainedModel) -> Setting | None:
 
 def store_setting(model: PreTrainedModel, setting: Setting) -> None:
     """Put `setting` where `save_pretrained` writes it and `generate` finds it."""
-    _check_exit(setting, model)
+    check_exit(setting, model)
     usual = {field.name: field.default for field in fields(Setting)}
     setattr(model.generation_config, KEY, {k: v for k, v in asdict(setting).items() if v != usual[k]})
     # A generation config marked as derived from the model's config is derived anew on loading, without the key.
     model.generation_config._from_model_config = False
 
 
-def resolve_setting(model: PreTrainedModel, **given: Any) -> Setting:
-    """What a call asks for, completed by what the checkpoint carries: of each field its value, or "tuned".
-
-    A length or a tree that is asked for replaces the other one of the checkpoint.
-
-    Raises:
-        ValueError: if one is out of range.
-    """
-    asked = {name: value for name, value in given.items() if value != "tuned"}
-    tuned = tuned_setting(model) if "exit_layer" not in asked or "num_draft_tokens" not in asked else None
-    if "exit_layer" not in asked and tuned is None and asked.get("lookup", "off") != "only":
-        warnings.warn(
-            "this checkpoint carries no tuned exit layer, so it is decoded plainly: "
-            f"give exit_layer=1 … {num_layers(model) - 1} (infer tune --write picks it), or exit_layer=None to say so",
-            stacklevel=_CALLER,
-        )
-    base = {} if tuned is None else {field.name: getattr(tuned, field.name) for field in fields(Setting)}
-    if "num_draft_tokens" in asked or "exit_layer" in asked:
-        base.pop("tree", None)
-    if "exit_layer" in asked and asked["exit_layer"] is None:
-        base.pop("lookup", None)
-    elif "exit_layer" in asked and tuned is not None and tuned.exit_layer is None:  # what is off has no length to keep
-        base = {name: base[name] for name in ("num_lookup_tokens", "draft_vocabulary")}
-    if asked.get("tree") is not None:
-        base.pop("draft_stop", None)
-    if AUTO in (asked.get("exit_layer"), asked.get("num_draft_tokens")):
-        base.pop("draft_stop", None)
-    setting = Setting(**{"exit_layer": None, "num_draft_tokens": DEFAULT_NUM_DRAFT_TOKENS, **base, **asked})
-    _check_exit(setting, model)
-    plain = setting.exit_layer is None and setting.lookup == "off"
-    if plain and asked.get("tree") is not None and ("exit_layer" in asked or tuned is not None):
-        warnings.warn(
-            f"tree={setting.tree!r} is for an early exit to grow, and exit_layer=None is plain decoding: "
-            "give exit_layer=1, 2, ... or leave tree out",
-            stacklevel=_CALLER,
-        )
-    return setting
-
-
-def _check_exit(setting: Setting, model: PreTrainedModel) -> None:
+def check_exit(setting: Setting, model: PreTrainedModel) -> None:
+    """Raise `ValueError` unless the model has the layers that draft, and one more."""
     if setting.exit_layer is not None and not isinstance(setting.exit_layer, str):
         check_exit_layer(setting.exit_layer, num_layers(model))

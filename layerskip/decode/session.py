@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from layerskip.checkpoint.settings import Setting, resolve_setting
+from layerskip.checkpoint.resolving import resolve_setting
+from layerskip.checkpoint.settings import Setting
 from layerskip.checkpoint.vocabulary import draft_vocabulary_of
 from layerskip.decode.choice import Choice, samplers_of, seeds_of
 from layerskip.decode.decoding import Step, decode
@@ -274,8 +275,7 @@ def _door(
 ) -> Session:
     """What transformers calls instead of its own decoding loop: keeps what was prepared."""
     refuse_mode(generation_config)
-    grows = setting.exit_layer is not None and setting.lookup != "only" and not setting.shape.is_chain
-    if grows and choice.acceptance == "block" and generation_config.do_sample:
+    if setting.grows_trees and choice.acceptance == "block" and generation_config.do_sample:
         raise ValueError(f"acceptance='block' judges chains, not tree={setting.tree!r}: leave one of the two out")
     batch, width = input_ids.shape
     if width == 0:
