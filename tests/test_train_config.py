@@ -85,7 +85,19 @@ MISTAKES = {
     "optim.max_steps=0": "optim.max_steps is 0; it must be at least 1",
     "optim.learning_rate=fast": "optim.learning_rate is 'fast'; it must be a number (float)",
     "optim.learning_rate=null": "optim.learning_rate is None; it must be a number (float)",
-    "optim.learning_rate=0": "optim.learning_rate is 0.0; it must be above 0",
+    "optim.learning_rate=0": "optim.learning_rate is 0.0; it must be above 0 and finite",
+    "optim.learning_rate=.inf": "optim.learning_rate is inf; it must be above 0 and finite",
+    "optim.weight_decay=.inf": "optim.weight_decay is inf; it must be finite",
+    "optim.max_steps=1e30": "optim.max_steps is 10000000000000000",
+    "optim.global_batch_size=1e15": "optim.global_batch_size is 1000000000000000; it must be at most 1000000",
+    "run.seed=1e30": "run.seed is 10000000000000000",
+    "run.cpu_threads=1e9": "run.cpu_threads is 1000000000; it must be at most 4096",
+    "tokenizer.train_vocab_size=1e12": "tokenizer.train_vocab_size is 1000000000000; it must be at most 1000000",
+    "tracking.sample_tokens=1e9": "tracking.sample_tokens is 1000000000; it must be at most 65536",
+    "model.lora_alpha=0": "model.lora_alpha is 0; it must be at least 1",
+    "model.lora_alpha=8": "model.lora_alpha is 8, which says nothing without model.lora_rank: give that, or leave",
+    "model.lora_targets=[q_proj]": "model.lora_targets is ('q_proj',), which says nothing without model.lora_rank",
+    "data.weight=.inf": "data.weight is inf; it must be above 0 and finite",
     "optim.betas=[0.9]": "optim.betas has 1 values; it must have 2",
     "optim.betas=[0.9, 1.0]": "optim.betas are (0.9, 1.0); each must be in [0, 1)",
     "optim.schedule=cosin": "optim.schedule is 'cosin'; it must be one of cosine, linear, constant",
@@ -110,6 +122,9 @@ MISTAKES = {
     "optim=3": "cannot read the override 'optim=3'; write section.key=value",
     "optim.max_steps": "cannot read the override 'optim.max_steps'; write section.key=value",
     "optim.betas=[0.9": "the override 'optim.betas=[0.9' is not YAML",
+    "run.name=\x00": "the override 'run.name=\\x00' is not YAML: ",
+    "run={[1]: 2}": "cannot read the override",
+    "model.architecture={[1]: 2}": "the override 'model.architecture={[1]: 2}': line 1: a key must be a word",
 }
 
 
@@ -131,6 +146,9 @@ def test_files_that_are_no_config(tmp_path):
     (tmp_path / "twice.yaml").write_text("run: {seed: 1}\nrun: {seed: 2}\n")
     with pytest.raises(ConfigError, match="line 2: run is given twice"):
         load_config(tmp_path / "twice.yaml")
+    (tmp_path / "latin.yaml").write_bytes("run: {name: café}\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"cannot read the config file .*latin.yaml: .*; it must be text in UTF-8"):
+        load_config(tmp_path / "latin.yaml")
     (tmp_path / "section.yaml").write_text("optim: fast\n")
     with pytest.raises(ConfigError, match="optim is 'fast'; it must be a section of key: value"):
         load_config(tmp_path / "section.yaml")

@@ -223,20 +223,37 @@ def test_what_is_not_finite_stops_before_the_step(run, tmp_path, rate, what):
     [
         ("data.sequence_length=512", r"data.sequence_length is 512; the model has 256 positions"),
         ("recipe.exits=[4]", "recipe: exits has 4, but this model has 4 layers"),
-        ("model.architecture.vocab_size=100", r"the tokenizer has \d+ tokens, the model's embedding 100"),
+        (
+            "model.architecture.vocab_size=100",
+            r"the tokenizer has \d+ tokens, the model's embedding 100: leave out model.architecture.vocab_size",
+        ),
         (
             "model.architecture.hiden_size=3",
             "unknown key model.architecture.hiden_size for model_type llama; did you mean",
         ),
         ("model.architecture.model_type=lama", "transformers has no such family; did you mean llama"),
         ("model.architecture={model_type: t5}", "the model is a t5, no decoder-only causal LM: only those can draft"),
+        ("model.architecture.model_type=t5", "the model is a t5, no decoder-only causal LM: only those can draft"),
+        ("model.architecture.model_type=5", "model.architecture.model_type is '5'; transformers has no such family"),
+        ("model.architecture.hidden_size=-48", "model.architecture does not fit llama: .* negative dimension -48"),
+        ("model.architecture.hidden_act=gelluu", "model.architecture does not fit llama: 'gelluu' is unknown"),
+        ("model.architecture.num_key_value_heads=3", r"num_key_value_heads is 3; it must divide .*heads \(4\)"),
+        ("model.attn_implementation=quick", "model.attn_implementation is 'quick': .* is not supported"),
         ("model.architecture={model_type: mamba}", "the model is a mamba, which .* keeps a recurrent state"),
-        ("model.architecture.num_hidden_layers=1", r"the model has 1 layer \(num_hidden_layers\); an exit needs"),
+        ("model.architecture.num_hidden_layers=1", "the model's num_hidden_layers is 1; an exit needs"),
     ],
 )
-def test_settings_that_do_not_fit_the_model(run, override, message):
+def test_settings_that_do_not_fit_the_model(run, tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         run("run", override)
+    assert not (tmp_path / "run" / "data" / "manifest.json").exists() or "tokenizer" in message  # before the text
+
+
+def test_samples_end_at_the_models_last_position(run):
+    # GPT-2 learns a vector for each position: it cannot be asked for one beyond the last.
+    small = "model.architecture={model_type: gpt2, n_embd: 32, n_layer: 4, n_head: 4, n_positions: 128}"
+    folder = run("run", small, "recipe.exits=[1]", "tracking.sample_tokens=120", "optim.max_steps=2")
+    assert (folder / "samples.jsonl").read_text().count("continuation")
 
 
 def test_text_too_short_for_a_held_out_block(run):

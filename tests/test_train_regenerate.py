@@ -210,6 +210,7 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "--temperature is -1.0; it must be at least 0 (greedy)"),
+        (["--temperature", "inf"], "--temperature is inf; it must be at least 0 (greedy) and finite"),
         (["--part", "2/2"], "--part is '2/2'; write K/N with K from 0 to N-1"),
         (["--output", "a.txt"], "--output is a.txt; it must end in .jsonl"),
         (["--max-new-tokens", "256"], "--max-new-tokens is 256; the model has 256 positions, prompt included"),

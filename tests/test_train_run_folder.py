@@ -54,6 +54,13 @@ def test_the_data_a_run_reads_is_known_by_its_hash(tmp_path):
     assert json.loads((tmp_path / "provenance.json").read_text()) == noted
 
 
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("in its place")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TrainingError, match=r"cannot write the run folder .*; choose another run\.output_dir"):
+            claim(config_in(place), [])
+
+
 @pytest.mark.parametrize(
     ("override", "difference"),
     [

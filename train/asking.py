@@ -10,7 +10,7 @@ from train.config import TrainConfig
 from train.console import Reporter
 from train.corpus import Document, read_documents
 from train.errors import TrainingError, check
-from train.model import load_model_config
+from train.model import load_model_config, num_positions
 from train.regenerate_options import RegenerateOptions
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ def read_prompts(
 
 def _max_prompt(config: TrainConfig, options: RegenerateOptions) -> int | None:
     """The longest prompt that leaves room for an answer in the model's positions; None if they have no end."""
-    text_config = load_model_config(str(config.model.name_or_path)).get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
+    positions = num_positions(load_model_config(str(config.model.name_or_path)))
     if positions is None:
         return None
     check(
         options.max_new_tokens < positions,
         f"--max-new-tokens is {options.max_new_tokens}; the model has {positions} positions, prompt included: lower it",
     )
-    return int(positions) - options.max_new_tokens
+    return positions - options.max_new_tokens
 
 
 def _prompt_ids(

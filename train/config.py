@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.training.recipe import Recipe
-from train.errors import ConfigError, check, check_at_least
+from train.errors import ConfigError, check, check_above_zero, check_at_least, check_at_most
 from train.text_config import DataConfig
 
 
@@ -26,6 +26,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_at_least("run", self, {"seed": 0, "cpu_threads": 1})
+        check_at_most("run", self, {"seed": 2**64 - 1, "cpu_threads": 4096})  # torch's own; no machine has more
 
     @property
     def folder(self) -> Path:
@@ -58,7 +59,13 @@ class ModelConfig:
             not self.architecture or "model_type" in self.architecture,
             "model.architecture has no model_type; name the family, for example model_type: llama",
         )
-        check_at_least("model", self, {"lora_rank": 1})
+        check_at_least("model", self, {"lora_rank": 1, "lora_alpha": 1})
+        for name in ("lora_alpha", "lora_targets"):
+            value = getattr(self, name)
+            check(
+                self.lora_rank is not None or not value,
+                f"model.{name} is {value}, which says nothing without model.lora_rank: give that, or leave it out",
+            )
         check(
             self.lora_rank is None or not self.architecture,
             f"model.lora_rank is {self.lora_rank}: it updates a trained model; give model.name_or_path or leave it out",
@@ -80,6 +87,7 @@ class TokenizerConfig:
         )
         # 256 bytes and the end-of-text token are always there.
         check_at_least("tokenizer", self, {"train_vocab_size": 257})
+        check_at_most("tokenizer", self, {"train_vocab_size": 1_000_000})  # beyond it the trainer takes all memory
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,14 @@ class OptimConfig:
     min_learning_rate: float = 0.1  # rate at the last step, as a share of the peak (not for constant)
     weight_decay: float = 0.1  # per unit of learning rate; never on norms and biases
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two running means
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm; .inf: they are left as they are
 
     def __post_init__(self) -> None:
         check_at_least("optim", self, {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1})
         check_at_least("optim", self, {"warmup_steps": 0, "min_learning_rate": 0, "weight_decay": 0})
-        check(self.learning_rate > 0, f"optim.learning_rate is {self.learning_rate}; it must be above 0")
+        check_at_most("optim", self, {"max_steps": 10**9, "global_batch_size": 10**6})  # far beyond any run
+        check_above_zero("optim", self, "learning_rate")
+        check(self.weight_decay < float("inf"), f"optim.weight_decay is {self.weight_decay}; it must be finite")
         check(self.max_grad_norm > 0, f"optim.max_grad_norm is {self.max_grad_norm}; it must be above 0")
         check(
             self.min_learning_rate <= 1,
@@ -156,13 +166,14 @@ class TrackingConfig:
     project: str = "layerskip"  # project in wandb and trackio
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"  # auto: online if an API key is there
     samples: int = 3  # held-out prompts that the model continues at every evaluation
-    sample_tokens: int = 48  # tokens of each continuation
+    sample_tokens: int = 48  # tokens of each continuation, as far as the model's positions reach
     report: bool = True  # write report.html when the run is finished; `python -m train report RUN` does it any time
 
     def __post_init__(self) -> None:
         for name in self.trackers:
             check(name in TRACKERS, f"tracking.trackers has {name!r}; choose from {', '.join(TRACKERS)}")
         check_at_least("tracking", self, {"samples": 0, "sample_tokens": 1})
+        check_at_most("tracking", self, {"sample_tokens": 65536})
 
 
 @dataclass(frozen=True)

@@ -47,3 +47,17 @@ def check_at_least(section: str, values: object, limits: dict[str, float]) -> No
     for name, limit in limits.items():
         value = getattr(values, name)
         check(value is None or value >= limit, f"{section}.{name} is {value}; it must be at least {limit}")
+
+
+def check_at_most(section: str, values: object, limits: dict[str, float]) -> None:
+    """Raise `ConfigError` for the first attribute of `values` that lies above its limit; None passes."""
+    for name, limit in limits.items():
+        value = getattr(values, name)
+        check(value is None or value <= limit, f"{section}.{name} is {value}; it must be at most {limit}")
+
+
+def check_above_zero(section: str, values: object, *names: str) -> None:
+    """Raise `ConfigError` for the first of the attributes that is not above 0 and finite."""
+    for name in names:
+        value = getattr(values, name)
+        check(0 < value < float("inf"), f"{section}.{name} is {value}; it must be above 0 and finite")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import yaml
 
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 T = TypeVar("T")
 
@@ -33,6 +33,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"line {key.start_mark.line + 1}: a key must be a word, not a list or a mapping")
             if key.value in seen:
                 raise ConfigError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one")
             seen.add(key.value)
@@ -51,6 +53,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError(f"{where} is not YAML: {line}{error.problem}") from None
+    except yaml.YAMLError as error:  # a character that YAML does not have
+        raise ConfigError(f"{where} is not YAML: {first_line(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -59,7 +63,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. `ConfigError` if there is no such file or it holds something else."""
     if not path.is_file():
         raise ConfigError(f"no config file {path}; configs/ holds those that come with the kit")
-    values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}; it must be text in UTF-8") from None
+    values = parse_yaml(text, str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -24,7 +24,8 @@ class RegenerateOptions:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "prompt_tokens", "batch_size"):
             check(getattr(self, name) >= 1, f"{flag(name)} is {getattr(self, name)}; it must be at least 1")
-        check(self.temperature >= 0, f"--temperature is {self.temperature}; it must be at least 0 (greedy)")
+        finite = 0 <= self.temperature < float("inf")
+        check(finite, f"--temperature is {self.temperature}; it must be at least 0 (greedy) and finite")
         check(0 < self.top_p <= 1, f"--top-p is {self.top_p}; it must be above 0 and at most 1")
         check(self.top_k >= 0, f"--top-k is {self.top_k}; it must be at least 0 (all)")
         numbers = self.part.split("/")

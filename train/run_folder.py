@@ -79,7 +79,8 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
     """Make `config.run.folder` this run's: check whose it is, then write config.yaml and provenance.json.
 
     Called by the first process alone. Raises `TrainingError` if the folder holds another run (or any run,
-    under `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote.
+    under `run.resume=never`) and `run.overwrite` is off, or files of the same names that no run wrote, or cannot be
+    written.
     """
     folder = config.run.folder
     existing = list(dict.fromkeys(path for pattern in OUTPUTS for path in sorted(folder.glob(pattern))))
@@ -90,9 +91,12 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
         if reason:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    _record_launch(folder / "provenance.json", argv, config.run.seed)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        _record_launch(folder / "provenance.json", argv, config.run.seed)
+    except OSError as error:
+        raise TrainingError(f"cannot write the run folder {folder}: {error}; choose another run.output_dir") from None
 
 
 def _never_stepped(folder: Path) -> bool:

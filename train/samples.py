@@ -1,7 +1,10 @@
 """What the model writes: a few fixed held-out prompts, continued greedily at every evaluation."""
 
+import math
+
 from train.continuations import continue_prompts
 from train.engine import autocast, is_sharded
+from train.model import num_positions
 from train.setup import Run
 from train.tracking import Tracker
 from train.vocabulary import padding_id
@@ -17,10 +20,11 @@ def write_samples(run: Run, tracker: Tracker) -> None:
         return
     model, tokenizer = accelerator.unwrap_model(run.model), run.data.tokenizer
     prompts = [prompt[-_PROMPT_TOKENS:] for prompt in run.data.validation.prompts(tracking.samples)]
+    # Up to the model's last position: beyond it some families fail, and others write nonsense.
+    room = (num_positions(model.config) or math.inf) - max(map(len, prompts))
+    length = int(min(tracking.sample_tokens, max(1, room)))
     with autocast(accelerator, run.config):
-        texts = continue_prompts(
-            model, prompts, tracking.sample_tokens, padding_id(tokenizer), [tokenizer.eos_token_id]
-        )
+        texts = continue_prompts(model, prompts, length, padding_id(tokenizer), [tokenizer.eos_token_id])
     records = [
         {"prompt": str(tokenizer.decode(prompt)), "continuation": str(tokenizer.decode(text))}
         for prompt, text in zip(prompts, texts, strict=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from train.errors import check, check_at_least
+from train.errors import check, check_above_zero, check_at_least
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SourceConfig:
         given = self.standard_library + bool(self.path) + (self.dataset is not None)
         check(given == 1, f"{section}: give exactly one of standard_library, path and dataset; {given} are given")
         check_at_least(section, self, {"max_documents": 3})
-        check(0 < self.weight < float("inf"), f"{section}.weight is {self.weight}; it must be above 0")
+        check_above_zero(section, self, "weight")
         pair = self.prompt_column is not None, self.completion_column is not None
         check(pair != (False, True), f"{section}: completion_column goes with prompt_column; give both")
         check(

@@ -18,14 +18,16 @@ def build_tokenizer(config: TrainConfig, training_texts: Iterable[str]) -> "PreT
 
     Raises `TrainingError` if it cannot be loaded or has no end-of-text token (documents are joined with it).
     """
+    template = config.tokenizer.chat_template
+    text = _read_template(Path(template).expanduser()) if template is not None else None  # before minutes of training
     if config.tokenizer.train_vocab_size is not None:
         tokenizer = train_tokenizer(training_texts, config.tokenizer.train_vocab_size)
     else:
         name = config.tokenizer.name_or_path or config.model.name_or_path
         assert name is not None  # TrainConfig checks it
         tokenizer = load_tokenizer(name)
-    if config.tokenizer.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(config.tokenizer.chat_template).expanduser())
+    if text is not None:
+        tokenizer.chat_template = text
     return tokenizer
 
 
