@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import debian_stanzas
-from train.corpus import SPLITS, split_of
+from train.splits import SPLITS, split_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,11 +10,12 @@ import torch
 from train.bad_rows import BadRows
 from train.blocks import Blocks, Mixture, position_ids
 from train.chat import Encoded
-from train.corpus import SPLITS, Document, hash_share, read_documents, split_of
+from train.corpus import read_documents
 from train.errors import ConfigError, TrainingError
 from train.order import allot, block_index, micro_batches
 from train.packing import START, TARGET, BestFit, encode, encode_documents, token_dtype, write_tokens
 from train.prompts import PROMPT_TOKENS, choose_prompts
+from train.splits import SPLITS, Document, Groups, hash_share, put_on_sides, split_of
 from train.text_config import DataConfig, SourceConfig
 from train.vocabulary import END_OF_TEXT, train_tokenizer
 
@@ -73,6 +74,49 @@ def test_more_held_out_moves_no_group_back_to_training():
     groups = [f"group {i}" for i in range(2000)]
     held = {share: {g for g in groups if split_of(g, share) != "train"} for share in (0.05, 0.1, 0.2)}
     assert held[0.05] < held[0.1] < held[0.2]
+
+
+@pytest.mark.parametrize("held_out", [0.001, 0.05, 0.4])
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_handful_of_documents_has_text_in_each_split(tmp_path, count, held_out):
+    moved_somewhere = False
+    for first in range(0, 40 * count, count):
+        groups, found = Groups(enough=2), [Document("text", f"{i}", f"{i}") for i in range(first, first + count)]
+        placed = list(put_on_sides(iter(found), held_out, SPLITS, {}))
+        for document in placed:
+            groups.add(document, 2)
+        moved = groups.moves()
+        again = list(put_on_sides(iter(found), held_out, SPLITS, moved))
+        assert {document.split for document in again} == set(SPLITS)
+        empty = set(SPLITS) - {document.split for document in placed}
+        assert set(moved.values()) == empty  # nothing is moved but into an empty split
+        assert sum(a.split != b.split for a, b in zip(placed, again, strict=True)) == len(empty)
+        moved_somewhere |= bool(moved)
+    assert moved_somewhere
+
+
+def test_what_fills_an_empty_split_depends_on_the_groups_alone_and_fills_a_block():
+    lengths = {"a": 1, "b": 50, "c": 40, "d": 60}
+
+    def moves(names: str) -> dict[float, str]:
+        groups = Groups(enough=32)
+        for name in names:
+            groups.add(Document("text", name, name, "train", may_be=SPLITS), lengths[name])
+        return groups.moves()
+
+    long = sorted(hash_share(name) for name in "bcd")
+    assert moves("abcd") == moves("dcba") == {long[0]: "validation", long[1]: "test"}
+    assert moves("ab") == {}  # two groups cannot be three splits
+
+
+def test_text_that_was_named_as_held_out_is_never_trained_on(tmp_path):
+    groups = Groups(enough=1)
+    for name in ("a", "b"):
+        groups.add(Document("text", name, name, "train", may_be=("train",)), 9)
+        groups.add(Document("text", f"eval {name}", f"eval {name}", "test", may_be=("validation", "test")), 9)
+    [(share, split)] = groups.moves().items()
+    assert split == "validation"
+    assert share in (hash_share("eval a"), hash_share("eval b"))
 
 
 # Sources

@@ -256,9 +256,22 @@ def test_samples_end_at_the_models_last_position(run):
     assert (folder / "samples.jsonl").read_text().count("continuation")
 
 
-def test_text_too_short_for_a_held_out_block(run):
-    with pytest.raises(TrainingError, match="no text for"):
-        run("run", "data.max_documents=3")
+def test_three_documents_are_enough_and_a_resume_reads_what_the_run_began_with(run, tmp_path, capsys):
+    # By their hashes all three would be trained on.
+    options = ["data.max_documents=3", "data.held_out=0.001", "every.save=1", "tracking.samples=0"]
+    folder = run("run", *options, "optim.max_steps=2")
+    assert "one was moved to validation and one to test" in " ".join(capsys.readouterr().out.split())
+    before = {path.name: path.read_bytes() for path in (folder / "data").iterdir()}
+    assert all(len(before[f"{split}.bin"]) >= 2 * 64 for split in ("train", "validation", "test"))
+    run("run", *options, "optim.max_steps=3")
+    assert {path.name: path.read_bytes() for path in (folder / "data").iterdir()} == before
+    assert [record["step"] for record in metrics(folder)] == [1, 2, 3]
+
+
+def test_two_documents_are_too_few(run, tmp_path):
+    (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "two"}\n')
+    with pytest.raises(TrainingError, match=r"no text for .*: training, validation and test need a document each"):
+        run("run", f"data.path={tmp_path / 'two.jsonl'}")
 
 
 def test_a_model_that_is_not_there(run, tmp_path):

@@ -8,10 +8,11 @@ from train.bad_rows import BadRowError, BadRows
 from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.console import Reporter
-from train.corpus import Document, read_documents
+from train.corpus import read_documents
 from train.errors import TrainingError, check
 from train.model import load_model_config, num_positions
 from train.regenerate_options import RegenerateOptions
+from train.splits import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

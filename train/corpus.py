@@ -1,25 +1,19 @@
-"""Documents: the text of one source, and which of it is held out.
+"""Documents: the text of one source.
 
-Every document belongs to a *group* (a module or package of the standard library, a file, a text, a prompt). A
-stable hash of the group's name decides whether it is trained on, used to choose settings ("validation") or only
-reported ("test"): siblings never sit on two sides, and more documents never move an old one. Of one text file alone
-the end is held out.
+Every document belongs to a *group* (a module or package of the standard library, a file, a text, a prompt), which is
+trained on or held out as a whole, see `splits.py`.
 """
 
-import hashlib
-import itertools
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from train.bad_rows import BadRowError, BadRows
 from train.errors import ConfigError, TrainingError
 from train.messages import Message, conversation, flatten, opening
 from train.rows import Row, read_rows
+from train.splits import HELD_OUT, SPLITS, Document, hash_share, put_on_sides
 from train.text_config import SourceConfig
-
-SPLITS = ("train", "validation", "test")
 
 # Not code somebody wrote to be read: tests, generated tables, and what was installed beside the library.
 _SKIPPED_FOLDERS = {
@@ -29,36 +23,18 @@ _SKIPPED_FOLDERS = {
 _SKIPPED_PREFIX = "_sysconfigdata"
 
 
-class Document(NamedTuple):
-    """One text and where it is from."""
-
-    text: str  # of a conversation: what is said in it
-    name: str  # unique in the source: a path, or `path:line`, or `dataset:index`
-    group: str  # documents of one group stay on one side of the split
-    split: str = "train"  # one of SPLITS
-    messages: tuple[Message, ...] = ()  # a conversation, for the chat template
-    prompt_length: int = 0  # characters at the beginning of `text` that are given, not learnt
-    is_file: bool = False  # a whole text file
-
-
-def hash_share(text: str) -> float:
-    """A number in [0, 1) that depends on nothing but `text`."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-
-
-def split_of(group: str, held_out: float) -> str:
-    """The split of a group; "test" and "validation" each get the share `held_out` of all, in expectation."""
-    share = hash_share(group)
-    return "test" if share < held_out else "validation" if share < 2 * held_out else "train"
-
-
 def read_documents(
-    source: SourceConfig, held_out: float, bad: BadRows, needs_answers: bool = True
+    source: SourceConfig,
+    held_out: float,
+    bad: BadRows,
+    needs_answers: bool = True,
+    moved: Mapping[float, str] | None = None,
 ) -> Iterator[Document]:
     """The documents of `source` with their splits, without empty ones, `source.max_documents` at most of either part.
 
     A share of `source` is held out, or what `eval_path` or `eval_split` names: one half of that for validation,
-    one for test. Conversations and prompts without an answer are documents if `needs_answers` is false.
+    one for test; but for groups that were `moved` (see `splits.Groups`). Conversations and prompts without an answer
+    are documents if `needs_answers` is false.
 
     Raises `ConfigError` for a prompt_column alone where they are not, `TrainingError` for missing or unreadable
     files, an unknown dataset or column, too many unusable rows, and a source without text.
@@ -66,35 +42,15 @@ def read_documents(
     if needs_answers and source.prompt_column is not None and source.completion_column is None:
         raise ConfigError("data.prompt_column is given alone; training needs completion_column, too")
     has_eval = bool(source.eval_path) or source.eval_split is not None
+    share, may_be = (0.0, SPLITS[:1]) if has_eval else (held_out, SPLITS)
     count = 0
-    for document in _split(_read_part(source, bad, needs_answers), 0.0 if has_eval else held_out):
+    for document in put_on_sides(_read_part(source, bad, needs_answers), share, may_be, moved or {}):
         yield document
         count += 1
     if count == 0:
         raise TrainingError(f"the data set is empty: no document of {describe(source)} holds any text")
     if has_eval:  # half and half: 0.5 leaves nothing to train on
-        yield from _split(_read_part(source, bad, needs_answers, held_out=True), 0.5)
-
-
-def _split(documents: Iterator[Document], held_out: float) -> Iterator[Document]:
-    """Every document on its side; one text file alone is cut, for it could be on one only."""
-    first = list(itertools.islice(documents, 2))
-    if len(first) == 1 and first[0].is_file and held_out:
-        yield from _cut(first[0], held_out)
-        return
-    for document in itertools.chain(first, documents):
-        yield document._replace(split=split_of(document.group, held_out))
-
-
-def _cut(file: Document, held_out: float) -> Iterator[Document]:
-    """What to train on, `held_out` of it for validation, and its end for test; cut between lines, if it has any."""
-    text, places = file.text, [0]
-    for place in (round(len(text) * (1 - n * held_out)) for n in (2, 1)):
-        places.append(text.find("\n", place - 1) + 1 or place if place else 0)
-    for split, start, end in zip(SPLITS, places, [*places[1:], len(text)], strict=True):
-        if text[start:end].strip():
-            name = f"{file.name} ({split})"
-            yield Document(text[start:end], name, name, split, is_file=True)
+        yield from put_on_sides(_read_part(source, bad, needs_answers, held_out=True), 0.5, HELD_OUT, moved or {})
 
 
 def describe(source: SourceConfig) -> str:

@@ -1,6 +1,6 @@
 """The run's data: tokenizer, packed tokens and prompts, made once and read by every process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,18 +9,18 @@ from train.bad_rows import BadRows
 from train.blocks import Blocks, Mixture
 from train.chat import ChatTemplate
 from train.config import TrainConfig
-from train.corpus import SPLITS, Document, describe, read_documents
+from train.corpus import describe, read_documents
 from train.errors import TrainingError
 from train.files import read_json, write_json
-from train.packing import encode_documents, token_dtype, write_tokens
+from train.packing import Written, encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
+from train.splits import HELD_OUT, SPLITS, Document, Groups
 from train.text_config import SourceConfig
 from train.vocabulary import build_tokenizer, load_tokenizer, padding_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HELD_OUT = SPLITS[1:]
 _DOCUMENTS_FOR_PROMPTS = 256  # of each held-out split: enough variety, little memory
 
 
@@ -46,18 +46,30 @@ def prepare_data(config: TrainConfig) -> None:
     manifest = _manifest(folder)
     if manifest.is_file():
         return
-    tokenizer = build_tokenizer(config, _training_texts(config))
+    groups = Groups(config.data.sequence_length)
+    record = _write_text(config, groups, {})
+    if moved := groups.moves():
+        record = _write_text(config, groups, moved)
+        record["sources"][0]["notes"].append(
+            f"so few documents that data.held_out={config.data.held_out} left a split without any: one was moved to "
+            f"{' and one to '.join(moved.values())}; what is measured on so little text says little"
+        )
+    _check_counts(record["sources"])
+    write_json(manifest, record)
+
+
+def _write_text(config: TrainConfig, groups: Groups, moved: Mapping[float, str]) -> dict[str, Any]:
+    """Write all but the manifest, which is returned; `groups` notes what was written, and was `moved`."""
+    folder = config.run.folder
+    tokenizer = build_tokenizer(config, _training_texts(config, moved))
     tokenizer.save_pretrained(folder / "tokenizer")
     template = ChatTemplate(tokenizer) if any(source.is_chat for source in config.data.all_sources) else None
-    held_out: dict[str, list[Document]] = {split: [] for split in _HELD_OUT}
-    records = [
-        _write_source(config, number, source, tokenizer, template, held_out)
-        for number, source in enumerate(config.data.all_sources)
-    ]
-    _check_counts(records, config)
+    held_out: dict[str, list[Document]] = {split: [] for split in HELD_OUT}
+    writer = _Writer(config, tokenizer, template, groups, moved, held_out)
+    records = [writer.write(number, source) for number, source in enumerate(config.data.all_sources)]
     for split, kept in held_out.items():
         write_prompts(choose_prompts(kept, tokenizer, template), folder / "prompts" / f"{split}.jsonl")
-    write_json(manifest, {"sources": records, "vocab_size": len(tokenizer)})
+    return {"sources": records, "vocab_size": len(tokenizer)}
 
 
 def open_data(config: TrainConfig, has_boundaries: bool | None = None) -> Data:
@@ -96,41 +108,53 @@ def source_folder(config: TrainConfig, number: int) -> Path:
     return folder / f"source-{number}" if config.data.sources else folder
 
 
-def _write_source(
-    config: TrainConfig,
-    number: int,
-    source: SourceConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    template: ChatTemplate | None,
-    held_out: dict[str, list[Document]],
-) -> dict[str, Any]:
-    """Write one source's token files; returns its record: {"source", "tokens" by split, "bad_rows", "notes"}."""
-    data = config.data
-    bad = BadRows(data.max_bad_rows)
-    documents = _keep_held_out(read_documents(source, data.held_out, bad), held_out)
-    encoded = encode_documents(documents, tokenizer, template, bad)
-    block = data.sequence_length if source.has_answers else None
-    folder, dtype = source_folder(config, number), token_dtype(len(tokenizer))
-    written = write_tokens(encoded, dtype, folder, block, padding_id(tokenizer))
-    notes = [bad.report()]
-    if written.num_cut:
-        longer = f"{written.num_cut} rows are longer than data.sequence_length={block} tokens and were cut to it"
-        notes.append(f"{longer}, {written.num_lost} left out because their answer lies beyond")
-    if template is not None and template.last_answers_only:
-        notes.append(f"of {template.last_answers_only} conversations only the last answer is learnt (chat template)")
-        template.last_answers_only = 0
-    return {
-        "source": describe(source),
-        "tokens": written.tokens,
-        "bad_rows": bad.count,
-        "notes": [note for note in notes if note],
-    }
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the token files of a run's sources, one after the other."""
+
+    config: TrainConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    template: ChatTemplate | None
+    groups: Groups  # is told of each document that is written
+    moved: Mapping[float, str]  # see `Groups.moves`
+    held_out: dict[str, list[Document]]  # the first documents of each held-out split, for prompts
+
+    def write(self, number: int, source: SourceConfig) -> dict[str, Any]:
+        """Write source `number`; returns its record: {"source", "tokens" by split, "bad_rows", "notes"}."""
+        data = self.config.data
+        bad = BadRows(data.max_bad_rows)
+        documents = read_documents(source, data.held_out, bad, moved=self.moved)
+        encoded = encode_documents(_keep_held_out(documents, self.held_out), self.tokenizer, self.template, bad)
+        block = data.sequence_length if source.has_answers else None
+        folder, dtype = source_folder(self.config, number), token_dtype(len(self.tokenizer))
+        written = write_tokens(encoded, dtype, folder, block, padding_id(self.tokenizer), self.groups)
+        return {
+            "source": describe(source),
+            "tokens": written.tokens,
+            "bad_rows": bad.count,
+            "notes": [note for note in (bad.report(), _cut_note(written, block), self._template_note()) if note],
+        }
+
+    def _template_note(self) -> str:
+        """What the chat template did to this source's conversations; the count begins anew for the next one."""
+        if self.template is None or not self.template.last_answers_only:
+            return ""
+        count, self.template.last_answers_only = self.template.last_answers_only, 0
+        return f"of {count} conversations only the last answer is learnt (chat template)"
 
 
-def _training_texts(config: TrainConfig) -> Iterator[str]:
+def _cut_note(written: Written, block: int | None) -> str:
+    if not written.num_cut:
+        return ""
+    longer = f"{written.num_cut} rows are longer than data.sequence_length={block} tokens and were cut to it"
+    return f"{longer}, {written.num_lost} left out because their answer lies beyond"
+
+
+def _training_texts(config: TrainConfig, moved: Mapping[float, str]) -> Iterator[str]:
     """The texts a tokenizer may be trained on: held-out text is not among them."""
     for source in config.data.all_sources:
-        for document in read_documents(source, config.data.held_out, BadRows(config.data.max_bad_rows)):
+        bad = BadRows(config.data.max_bad_rows)
+        for document in read_documents(source, config.data.held_out, bad, moved=moved):
             if document.split == "train":
                 yield document.text
 
@@ -145,12 +169,11 @@ def _keep_held_out(documents: Iterable[Document], kept: dict[str, list[Document]
         yield document
 
 
-def _check_counts(records: list[dict[str, Any]], config: TrainConfig) -> None:
-    """Raise `TrainingError` if chance (or too few sources) left a split without text."""
+def _check_counts(records: list[dict[str, Any]]) -> None:
+    """Raise `TrainingError` if there are too few documents for each split to have one."""
     empty = [split for split in SPLITS if not any(record["tokens"][split] for record in records)]
     if empty:
         raise TrainingError(
-            f"no text for {' and '.join(empty)}: the sources are too few for data.held_out={config.data.held_out}, "
-            "which several files, and the rows of a table, are held out by whole; join the files into one, give more, "
-            "or raise data.held_out (at most 0.4)"
+            f"no text for {' and '.join(empty)}: training, validation and test need a document each, and those of one "
+            "group (or of the same text) count as one; give more, or one text file alone, whose end is then held out"
         )

@@ -10,6 +10,7 @@ it fits best, and what is left of a block is padding, which is not learnt.
 
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from train.bad_rows import BadRowError, BadRows
 from train.chat import ChatTemplate, Encoded
-from train.corpus import SPLITS, Document
+from train.splits import SPLITS, Document, Groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ def write_tokens(
     folder: Path,
     block: int | None = None,
     padding: int = 0,
+    groups: Groups | None = None,
 ) -> Written:
     """Write `<split>.bin` and `<split>.marks` for each split into `folder`.
 
@@ -94,50 +96,52 @@ def write_tokens(
         dtype: of the token file.
         block: the block's length, if documents are to stay whole (longer ones are cut to it); None joins them.
         padding: id of the tokens that fill blocks.
+        groups: is told of each document that is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {split: _TokenFile(folder / f"{split}.bin", dtype) for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
-    packers = {split: BestFit(block, padding) for split in SPLITS} if block is not None else {}
     num_cut = num_lost = 0
-    try:
+    with ExitStack() as stack:
+        packers = {split: None if block is None else BestFit(block, padding) for split in SPLITS}
+        opened = {split: _TokenFile(folder / f"{split}.bin", dtype, packers[split]) for split in SPLITS}
+        files = {split: stack.enter_context(closing(file)) for split, file in opened.items()}
         for document, (ids, targets) in encoded:
             num_cut += block is not None and len(ids) > block
             if not any(targets[:block]):
                 num_lost += 1
                 continue
-            marks = [TARGET * target for target in targets]
-            marks[0] |= START
+            files[document.split].add(ids, targets)
             counts[document.split] += len(ids[:block])
-            if document.split in packers:
-                for row in packers[document.split].add(ids, marks):
-                    files[document.split].write(*row)
-            else:
-                files[document.split].write(ids, marks)
-        for split, packer in packers.items():
-            for row in packer.close():
-                files[split].write(*row)
-    finally:
-        for file in files.values():
-            file.close()
+            if groups is not None:
+                groups.add(document, len(ids[:block]))
     return Written(counts, num_cut, num_lost)
 
 
 class _TokenFile:
     """A file of tokens and the file of marks beside it."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], packer: "BestFit | None") -> None:
+        """With a `packer` documents stay whole."""
         self._tokens: BinaryIO = path.open("wb")
         self._marks: BinaryIO = path.with_suffix(".marks").open("wb")
-        self._dtype = dtype
+        self._dtype, self._packer = dtype, packer
 
-    def write(self, ids: list[int], marks: list[int]) -> None:
-        self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
-        self._marks.write(bytes(marks))
+    def add(self, ids: list[int], targets: list[bool]) -> None:
+        """Write a document, or keep it until its block is full."""
+        marks = [TARGET * target for target in targets]
+        marks[0] |= START
+        self._write([(ids, marks)] if self._packer is None else self._packer.add(ids, marks))
+
+    def _write(self, rows: list[tuple[list[int], list[int]]]) -> None:
+        for ids, marks in rows:
+            self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
+            self._marks.write(bytes(marks))
 
     def close(self) -> None:
-        self._tokens.close()
-        self._marks.close()
+        """Write the blocks that are still open, and close both files."""
+        with self._tokens, self._marks:
+            if self._packer is not None:
+                self._write(self._packer.close())
 
 
 class BestFit:

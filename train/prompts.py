@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.bad_rows import BadRowError
-from train.corpus import Document, hash_share
+from train.splits import Document, hash_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

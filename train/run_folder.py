@@ -27,10 +27,10 @@ from typing import Any
 
 from train.command import to_yaml
 from train.config import TrainConfig
-from train.corpus import SPLITS
 from train.errors import ConfigError, TrainingError
 from train.files import read_json, write_json
 from train.parsing import read_yaml
+from train.splits import SPLITS
 
 # What a run writes: it refuses to write over these, and `run.overwrite` deletes these and nothing else.
 OUTPUTS = (
