@@ -9,7 +9,7 @@ import torch
 
 from infer.benchmarking.arms import Arm, Output, plain, plain_loop, self_speculative
 from infer.benchmarking.ideal import CostModel, cost_model, is_chain
-from infer.benchmarking.latency import Stopwatch, TimedOutError, Timing, summary
+from infer.benchmarking.latency import TimedOutError, Timing, TimingStreamer, summary
 from infer.benchmarking.measured import Measured
 from infer.benchmarking.measurement import Protocol, measure
 from infer.benchmarking.record import record
@@ -93,12 +93,12 @@ def test_percentiles_are_numpys():
 
 
 def test_a_prompt_that_is_handed_out_is_no_output_and_what_is_cut_is_not_counted():
-    watch = Stopwatch()
+    watch = TimingStreamer()
     for value in (torch.zeros(1, 4), torch.zeros(1), torch.zeros(1, 3)):
         watch.put(value)
     watch.end()
     assert [tokens for _, tokens in watch.timing(1.0, 3).bursts] == [1, 2]
-    assert Stopwatch().timing(1.0, 0) is None
+    assert TimingStreamer().timing(1.0, 0) is None
 
 
 def test_speedups_are_of_the_calls_that_both_finished():
@@ -167,7 +167,7 @@ def test_a_call_that_fails_is_counted_and_the_others_go_on(model):
 
 
 def test_calls_that_take_too_long_are_broken_off(model):
-    watch = Stopwatch(timeout=1e-9)
+    watch = TimingStreamer(timeout=1e-9)
     with pytest.raises(TimedOutError, match="longer than --timeout 1e-09 seconds"):
         watch.put(torch.zeros(1))
     arms = [plain(), self_speculative(SETTING), assistant_early_exit(SETTING)]

@@ -29,7 +29,7 @@ class Output:
         seconds: wall time of the call, prefill included.
         statistics: of its steps, if the arm counts them.
         peak_bytes: most GPU memory in use during the call; None on a CPU.
-        timing: when its tokens came, where a `Stopwatch` was its streamer.
+        timing: when its tokens came, where a `TimingStreamer` was its streamer.
     """
 
     tokens: list[int]

@@ -62,7 +62,7 @@ class Timing:
         return self.seconds - self.first_seconds
 
 
-class Stopwatch(BaseStreamer):
+class TimingStreamer(BaseStreamer):
     """A streamer that notes when tokens are handed to it; the clock runs from its making.
 
     Args:

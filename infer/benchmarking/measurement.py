@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer.benchmarking.arms import Arm, Output
-from infer.benchmarking.latency import Stopwatch, TimedOutError
+from infer.benchmarking.latency import TimedOutError, TimingStreamer
 from infer.benchmarking.measured import Failure, Measured
 from infer.errors import first_line
 
@@ -106,14 +106,14 @@ def _call(
     fail: Callable[..., Failure],
 ) -> Output | Failure:
     torch.manual_seed(seed)
-    watch = Stopwatch(timeout)
+    streamer = TimingStreamer(timeout)
     try:
-        output = arm.run(model, prompt, {**arguments, "streamer": watch})
+        output = arm.run(model, prompt, {**arguments, "streamer": streamer})
     except TimedOutError as error:
         return fail(str(error), timed_out=True)
     except Exception as error:  # another's decoding may fail in any way on some architecture: that is a result
         return fail(f"{type(error).__name__}: {first_line(error)}")
-    return replace(output, timing=watch.timing(output.seconds, len(output.tokens)))
+    return replace(output, timing=streamer.timing(output.seconds, len(output.tokens)))
 
 
 def _rotated(entries: Sequence[Measured], by: int) -> Iterator[Measured]:
