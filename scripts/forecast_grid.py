@@ -19,9 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +32,9 @@ if TYPE_CHECKING:
     from infer.terminal import Terminal
     from infer.tune import TuneOptions
     from infer.tuning.evidence import Evidence
-    from layerskip.checkpoint.settings import Setting
-    from layerskip.forecast import ExitMeasurement, Forecast
+    from scripts.forecast_grid_page import Cell
 
 _PLAIN_EVERY = 8  # cells between two runs of plain decoding, which all are compared with
-
-
-@dataclass
-class Cell:
-    """A setting, and what decoding with it took: seconds and tokens of all rounds but the first."""
-
-    setting: Setting
-    forecast: Forecast | None = None
-    seconds: float = 0.0
-    tokens: int = 0
-    rounds: int = 0
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -63,19 +49,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     from infer.prompts import find_prompts
     from infer.source import local_folder
     from infer.terminal import Terminal
-    from infer.tune import TuneOptions
     from infer.tuning.evidence import continuations, look, measure_texts, trees_of
+    from scripts.forecast_grid_page import compare, show
 
-    terminal, exits = Terminal(), tuple(options.exits or ())
-    tuning = TuneOptions(
-        exit_layers=exits or None,
-        max_draft_tokens=max(options.lengths),
-        trees=tuple(options.tree),
-        num_prompts=options.num_prompts,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-    )
-    loaded = load(ModelOptions(options.model, options.dtype, None, options.threads), exits)
+    terminal, tuning = Terminal(), tune_options(options)
+    loaded = load(ModelOptions(options.model, options.dtype, None, options.threads), tuning.exit_layers or ())
     prompts = find_prompts(options.prompts, local_folder(options.model), need_validation=True)
     validation, test = (encode(loaded, texts, tuning) for texts in (prompts.validation, prompts.test))
     start = perf_counter()
@@ -113,6 +91,20 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def tune_options(options: argparse.Namespace) -> TuneOptions:
+    """What `tune` would be asked for."""
+    from infer.tune import TuneOptions
+
+    return TuneOptions(
+        exit_layers=tuple(options.exits) if options.exits else None,
+        max_draft_tokens=max(options.lengths),
+        trees=tuple(options.tree),
+        num_prompts=options.num_prompts,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+    )
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers between commas."""
     return sorted({int(part) for part in text.split(",")})
@@ -121,6 +113,7 @@ def numbers(text: str) -> list[int]:
 def cells_of(evidence: Evidence, lengths: Sequence[int]) -> list[Cell]:
     """A cell for every forecast of these chains and of the trees."""
     from infer.tuning.run import setting_of
+    from scripts.forecast_grid_page import Cell
 
     chosen = [f for f in evidence.forecasts if f.tree is not None or f.num_draft_tokens in lengths]
     order = sorted(chosen, key=lambda f: (f.exit_layer, f.draft_vocabulary, f.tree is not None, f.num_draft_tokens))
@@ -132,6 +125,7 @@ def measure(
 ) -> Cell:
     """Decode all prompts with all cells, and plainly in between; returns the plain cell."""
     from layerskip.checkpoint.settings import Setting
+    from scripts.forecast_grid_page import Cell
 
     plain, warm = Cell(Setting(None, 0)), [Cell(cell.setting) for cell in cells]
     for cell in (Cell(plain.setting), *warm):
@@ -166,96 +160,6 @@ def decode(loaded: Loaded, tuning: TuneOptions, cell: Cell, prompt: Tensor, max_
             cell.seconds, cell.rounds = cell.seconds + seconds, cell.rounds + 1
             cell.tokens += step.tokens.numel()
         start = clock()
-
-
-def compare(
-    evidence: Evidence, same: dict[int, ExitMeasurement], cells: Sequence[Cell], plain: Cell, sampled: bool
-) -> dict[str, Any]:
-    """The grid, cell by cell, and what it says of the forecasts."""
-    rows = [_row(evidence, same, cell, plain, sampled) for cell in cells]
-    speeds = {"plain": 1.0} | {row["drafts"]: row["measured"] for row in rows}
-    best = max([1.0, *(row["measured"] for row in rows)])
-    chosen = max(rows, key=lambda row: row["forecast"])
-    reached = chosen["measured"] if chosen["forecast"] > 1 else 1.0
-    errors = {name: [abs(row[name]) for row in rows] for name in ("error", "acceptance_error", "round_error")}
-    inside = [row["low"] <= row["measured"] <= row["high"] for row in rows if row["low"] is not None]
-    return {
-        "cells": rows,
-        "plain_milliseconds": round(1000 * plain.seconds / plain.tokens, 3),
-        "plain_milliseconds_forecast": round(1000 * evidence.costs.step, 3),
-        **{f"median_{name}": round(median(values), 4) for name, values in errors.items()},
-        "inside_interval": f"{sum(inside)} of {len(inside)}",
-        "best": max(speeds, key=lambda name: speeds[name]),
-        "chosen": chosen["drafts"],
-        "regret": round(1 - reached / best, 4),
-        "of_the_ideal": chosen["of_the_ideal"],
-        "median_of_the_ideal": round(median(row["of_the_ideal"] for row in rows), 4),
-    }
-
-
-def _row(
-    evidence: Evidence, same: dict[int, ExitMeasurement], cell: Cell, plain: Cell, sampled: bool
-) -> dict[str, Any]:
-    from layerskip.forecast import tree_name
-
-    forecast, costs = cell.forecast, evidence.costs
-    assert forecast is not None
-    draft, cut = forecast.tree or forecast.num_draft_tokens, evidence.has_vocabulary and forecast.draft_vocabulary
-    measurement = same[forecast.exit_layer]
-    expected = (measurement.cut if cut and measurement.cut else measurement).mean_acceptance_length(draft, sampled)
-    length = cell.tokens / cell.rounds
-    measured = (cell.tokens / cell.seconds) / (plain.tokens / plain.seconds)
-    took = (cell.seconds / cell.rounds) / (plain.seconds / plain.tokens)  # plain steps
-    ideal = length * costs.plain / costs.layers(forecast.exit_layer, draft, cut)
-    low, high = forecast.interval or (None, None)
-    name = f"{forecast.exit_layer}/{draft if isinstance(draft, int) else tree_name(draft)}" + (" cut" if cut else "")
-    values = {
-        "forecast": forecast.speedup,
-        "low": low,
-        "high": high,
-        "measured": measured,
-        "error": forecast.speedup / measured - 1,
-        "accepted_forecast": forecast.mean_acceptance_length,
-        "accepted_same_prompts": expected,
-        "accepted": length,
-        "acceptance_error": expected / length - 1,
-        "round_forecast": costs.round(forecast.exit_layer, draft, cut) / costs.step,
-        "round": took,
-        "round_error": costs.round(forecast.exit_layer, draft, cut) / costs.step / took - 1,
-        "of_the_ideal": measured / ideal,
-    }
-    return {"drafts": name} | {key: None if value is None else round(value, 4) for key, value in values.items()}
-
-
-COLUMNS = (
-    *("exit/drafts", "forecast", "9 in 10", "measured", "error", "accepted", "same prompts", "forecast"),
-    *("round, in plain steps", "forecast", "of the ideal"),
-)
-
-
-def show(result: dict[str, Any], terminal: Terminal) -> None:
-    """The table, and its sum."""
-    rows = [
-        [
-            row["drafts"],
-            f"{row['forecast']:.2f}x",
-            "-" if row["low"] is None else f"{row['low']:.2f}-{row['high']:.2f}",
-            f"{row['measured']:.2f}x",
-            f"{row['error']:+.1%}",
-            *(f"{row[name]:.2f}" for name in ("accepted", "accepted_same_prompts", "accepted_forecast")),
-            *(f"{row[name]:.3f}" for name in ("round", "round_forecast")),
-            f"{row['of_the_ideal']:.0%}",
-        ]
-        for row in result["cells"]
-    ]
-    terminal.table(f"{result['model']}: the grid", COLUMNS, rows)
-    print(
-        f"median error {result['median_error']:.1%} (acceptance, same prompts {result['median_acceptance_error']:.1%}; "
-        f"rounds {result['median_round_error']:.1%}); {result['inside_interval']} inside the interval\n"
-        f"tune's choice {result['chosen']}, best measured {result['best']}: regret {result['regret']:.1%}\n"
-        f"of the ideal, layers and head alone: {result['of_the_ideal']:.0%} at the choice, "
-        f"{result['median_of_the_ideal']:.0%} in the median; forecast made in {result['seconds_to_forecast']} s"
-    )
 
 
 if __name__ == "__main__":

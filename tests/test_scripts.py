@@ -60,7 +60,10 @@ def test_what_a_recipe_costs_is_measured_on_recipes_that_fit():
     assert cost.ARMS["plain"] is None
 
 
-@pytest.mark.parametrize("name", ["ablation", "recipe_cost", "overhead", "adaptive"])
+SAYING = ["ablation", "adaptive", "forecast_grid", "outside_domain", "overhead", "recipe_cost", "results", "smollm2"]
+
+
+@pytest.mark.parametrize("name", SAYING)
 def test_scripts_say_how_they_are_run(name):
     assert f"python scripts/{name}.py" in script(name).__doc__
 
