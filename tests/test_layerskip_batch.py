@@ -6,7 +6,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import layerskip
-from layerskip.decode.session import padded_left
+from layerskip.decode.door import padded_left
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.block import Sight, place
 from layerskip.model.cache import RollbackCache

@@ -96,7 +96,11 @@ def test_it_decodes_at_the_exit_that_is_named_and_advises_to_tune(folder, tokeni
     advice = r"carries no tuned exit layer.*give exit_layer=1 … 3 \(infer tune --write"
     with pytest.warns(UserWarning, match=advice) as warned:
         assert torch.equal(layerskip.generate(model, **inputs, **GREEDY), expected)
-    assert {warning.filename for warning in warned} == {__file__}  # the caller's line
+    assert [warning.filename for warning in warned] == [__file__]  # the caller's line
+    pair = {name: rows.repeat(2, 1) for name, rows in inputs.items()}  # rows with processors of their own
+    with pytest.warns(UserWarning, match=advice) as warned:
+        layerskip.generate(model, **pair, **GREEDY, repetition_penalty=1.2)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_the_programs_take_it(folder, tokenizer, capsys):

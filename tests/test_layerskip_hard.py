@@ -357,7 +357,7 @@ def test_weights_quantised_by_bitsandbytes(tiny_llama, name):
 def test_calls_in_two_threads_do_not_meet(tiny_llama, monkeypatch):
     """Other exits, batches and settings on one model at once say what they say alone."""
     vocabulary = torch.arange(0, 64, 2)
-    monkeypatch.setattr("layerskip.decode.session.draft_vocabulary_of", lambda _: vocabulary)
+    monkeypatch.setattr("layerskip.decode.preparation.draft_vocabulary_of", lambda _: vocabulary)
     coupled = {"do_sample": True, "acceptance": "coupled"}
     calls = [
         [

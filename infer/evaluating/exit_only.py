@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.decode.choice import Choice
-from layerskip.decode.session import prepare_session
+from layerskip.decode.preparation import prepare_session
 from layerskip.model.block import Block
 from layerskip.model.cache import RollbackCache
 from layerskip.model.stages import Stages

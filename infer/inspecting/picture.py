@@ -13,7 +13,7 @@ from infer.options import DecodingOptions
 from infer.speculation import in_flags
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.choice import Choice
-from layerskip.decode.session import prepare_session
+from layerskip.decode.preparation import prepare_session
 from layerskip.model.anatomy import num_layers
 from layerskip.model.block import Block
 from layerskip.model.cache import RollbackCache

@@ -14,7 +14,8 @@ from layerskip.checkpoint.settings import Setting
 from layerskip.decode.choice import Choice
 from layerskip.decode.decoding import Stop, decode
 from layerskip.decode.joining import Newcomer
-from layerskip.decode.session import Session, prepare_session
+from layerskip.decode.preparation import prepare_session
+from layerskip.decode.session import Session
 from layerskip.decode.streaming import pad_left
 from layerskip.draft.adaptive import adaptive_for
 from layerskip.draft.drafters import drafter_for

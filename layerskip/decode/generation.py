@@ -14,7 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.choice import Choice
 from layerskip.decode.decoding import Step
-from layerskip.decode.session import Session, prepare_session
+from layerskip.decode.preparation import prepare_session
+from layerskip.decode.session import Session
 from layerskip.decode.stats import Statistics
 
 if TYPE_CHECKING:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from layerskip.checkpoint.settings import DEFAULT_NUM_DRAFT_TOKENS, Setting
 from layerskip.model.anatomy import num_layers
 from layerskip.model.cache import RollbackCache
 
@@ -51,7 +53,31 @@ def refuse_cache(
         )
 
 
+def refuse_configs(given: Any, cache: Any) -> None:
+    """Only a generation config, or one for each row, with what goes with that."""
+    if not isinstance(given, Sequence):
+        if not isinstance(given, GenerationConfig | None):
+            raise ValueError(f"generation_config={given!r} is no GenerationConfig: give its settings by name")
+        return
+    if cache is not None:
+        raise ValueError("a cache of one's own goes with a single generation config, not with a list: leave it out")
+    if not all(isinstance(config, GenerationConfig) for config in given):
+        raise ValueError(f"generation_config={given!r}: the list must hold a GenerationConfig for each row")
+    if any(config.num_return_sequences not in (None, 1) for config in given):
+        raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
+
+
+def refuse_block_of_trees(setting: Setting) -> None:
+    """Whether the tree was asked for, or the checkpoint is tuned to it, a length takes its place."""
+    if setting.grows_trees:
+        raise ValueError(
+            f"acceptance='block' judges chains, not tree={setting.tree!r}: leave acceptance out, or give "
+            f"num_draft_tokens={DEFAULT_NUM_DRAFT_TOKENS} and no tree"
+        )
+
+
 def refuse_arguments(model_kwargs: dict[str, Any]) -> None:
+    """Refuse what would be lost on its way to the model, and a mask that leaves nothing."""
     lost = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _SEEN_TO)
     if lost:
         raise ValueError(f"{', '.join(lost)} cannot be passed on to the model: leave it out, or use model.generate()")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.decode.choice import Choice
-from layerskip.decode.session import prepare_session
+from layerskip.decode.preparation import prepare_session
 from layerskip.forecast.cost_model import Bookkeeping, tree_name
 from layerskip.forecast.stopwatch import Stopwatch
 from layerskip.model.anatomy import device_of, unwrap
