@@ -3,7 +3,8 @@
 What an exit must predict when decoding is what the whole model says, and a model's own text is unlike any other:
 it repeats itself, above all when greedy, and copies from further back than a few layers learn to from ordinary
 text. So in the last steps of a run every other step reads text that the model wrote. On that text only the exits
-learn, from the last layer's distribution: the model is not taught its own words.
+learn, from the last layer's distribution: the model is not taught its own words. A frozen model, which has nothing to
+learn from other text, reads nothing but its own in those steps, and its later layers are not run.
 """
 
 import os
@@ -23,9 +24,10 @@ _PROMPT_SHARE = 4  # the first 1/4 of a block is training text, the rest the mod
 
 
 def reads_own_text(config: TrainConfig, step: int) -> bool:
-    """Whether optimizer step `step` reads the model's own text: every other one of the last `data.own_text`."""
+    """Whether optimizer step `step` reads the model's own text: every other one of the last `data.own_text`, of a
+    frozen model every one."""
     first = round(config.optim.max_steps * (1 - config.data.own_text))
-    return step >= first and (step - first) % 2 == 0
+    return step >= first and (config.recipe.freeze_model or (step - first) % 2 == 0)
 
 
 def open_own_text(run: Run) -> Mixture:

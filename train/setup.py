@@ -112,7 +112,7 @@ def _hang_recipe(
     reference: "PreTrainedModel | None",
 ) -> "tuple[Evaluator, Handle]":
     """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
-    drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter_rank)
+    drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter)
     try:
         adapters_of(model)
         draft_vocabulary_of(model)  # now: what it resumed from may be pruned by the time it is saved

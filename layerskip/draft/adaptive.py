@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,20 @@ if TYPE_CHECKING:
 LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
 DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
 FIRST_WAIT, MOST_WAIT = 2, 64  # rounds between two trials of what does not pay, twice as many after each
+
+
+class Plan(NamedTuple):
+    """What a round may do.
+
+    Attributes:
+        rate: tokens a second that it promises.
+        length: most tokens drafted.
+        prospect: the exit that drafts; None: no draft.
+    """
+
+    rate: float
+    length: int
+    prospect: Prospect | None
 
 
 class Adaptive(DraftStop):
@@ -87,24 +101,31 @@ class Adaptive(DraftStop):
     def begin(self) -> int:
         self._began = thread_time()
         self._begin_chain()
-        plain = 1 / self.times.plain
-        plans = [(*prospect.plan(self.times), prospect) for prospect in self.prospects]
-        rate, length, best = max(plans, key=lambda plan: plan[0])
-        self._rate, self._now, self._tried = max(rate, plain), best if rate > plain else None, False
+        plain = Plan(1 / self.times.plain, 0, None)
+        plans = [Plan(*prospect.plan(self.times), prospect) for prospect in self.prospects]
+        chosen = max([plain, *plans], key=lambda plan: plan.rate)
+        self._rate, self._tried = chosen.rate, False
         self._since += 1
         if self._since >= self._wait:
-            hopes: list[tuple[float, float, int, Prospect | None]] = [
-                (p.plan(self.times, LUCK)[0], seems, longest, p) for seems, longest, p in plans if p is not self._now
-            ]
-            if self._now is not None:
-                hopes.append((plain * DOUBT[self.times.knows_plain], plain, 0, None))
-            hope, seems, longest, hopeful = max(hopes, key=lambda each: each[0], default=(0.0, 0.0, 0, None))
-            if hope > self._rate:
-                self._now, self._tried, self._since = hopeful, True, 0
+            other = self._most_hopeful([plan for plan in [*plans, plain] if plan is not chosen])
+            if other is not None:
+                # What seems worse than no draft at all is tried by a single token.
+                chosen = other if other.rate >= plain.rate else other._replace(length=1)
+                self._tried, self._since = True, 0
                 self._wait = min(2 * self._wait, MOST_WAIT)
-                length = longest if seems >= plain else 1
-        self._length = 0 if self._now is None else length
+        self._now, self._length = chosen.prospect, chosen.length
         return self._length
+
+    def _most_hopeful(self, plans: Sequence[Plan]) -> Plan | None:
+        """The plan that promises most if it is a little luckier than it seems, where that is more than the best one."""
+
+        def hope(plan: Plan) -> float:
+            if plan.prospect is None:
+                return plan.rate * DOUBT[self.times.knows_plain]
+            return plan.prospect.plan(self.times, LUCK)[0]
+
+        best = max(((hope(plan), plan) for plan in plans), key=lambda pair: pair[0], default=None)
+        return best[1] if best is not None and best[0] > self._rate else None
 
     def goes_on(self, scores: Tensor) -> Tensor:
         assert self._now is not None

@@ -9,7 +9,7 @@ from layerskip.checkpoint.settings import Setting
 from layerskip.draft.draft_stop import DraftStop, draft_stop_for
 from layerskip.draft.drafting import draft_chain, draft_found, draft_nothing, draft_tree
 from layerskip.draft.lookup import NgramIndex
-from layerskip.exact.sampling import Policy
+from layerskip.exact.policy import Policy
 from layerskip.model.cache import RollbackCache
 from layerskip.model.rows import Rows
 from layerskip.model.stages import Stages
@@ -131,11 +131,9 @@ class LookupDrafter(ExitDrafter):
         if all(found) and not self.branch:
             return draft_found(rows, found)
         shape = self._now(rows)
-        if self.branch and shape.widths and any(found):
-            return self._grow(stages, cache, rows, policy, shape, found)
-        if all(found) or not shape.widths:
+        if not shape.widths:
             return draft_found(rows, found)
-        return self._grow(stages, cache, rows, policy, shape)
+        return self._grow(stages, cache, rows, policy, shape, found if self.branch and any(found) else None)
 
 
 class ForcedDrafter:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from layerskip.exact.policy import Policy
 from layerskip.exact.rules import Proposal
-from layerskip.exact.sampling import Policy
 from layerskip.model.cache import RollbackCache
 from layerskip.model.rows import Rows
 from layerskip.model.stages import Stages

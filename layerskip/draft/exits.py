@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.checkpoint.settings import AUTO, Setting, carried, tuned_setting
+from layerskip.model.adapters import has_block
 from layerskip.model.anatomy import num_layers
 from layerskip.model.stages import Stages
 from layerskip.training.recipe import Recipe
@@ -41,7 +42,10 @@ def known_exits(model: PreTrainedModel) -> list[KnownExit]:
     if not found:
         shallow = {max(1, round(layers * share)) for share in (1 / 10, 1 / 5, 1 / 3)}
         return [_untaught(exit_layer) for exit_layer in sorted(shallow) if exit_layer < layers]
-    return sorted(sorted(found, key=lambda known: -_promise(known, layers))[:MOST], key=lambda known: known.exit_layer)
+    best_first = sorted(found, key=lambda known: -_promise(known, layers))
+    if any(has_block(model, known.exit_layer) for known in found):
+        return best_first[:1]  # a block must see every token, also those that another exit would draft
+    return sorted(best_first[:MOST], key=lambda known: known.exit_layer)
 
 
 def known_exit(model: PreTrainedModel, exit_layer: int | str | None) -> KnownExit:

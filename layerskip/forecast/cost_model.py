@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from layerskip.model.adapters import adapter_at
 from layerskip.model.anatomy import decoder_layers, unwrap
 from layerskip.model.tree import Shape, parse_shape
 
@@ -128,7 +129,9 @@ def paper_costs(
     layers = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(inner)]
     output = inner.get_output_embeddings()
     head = 0 if output is None else sum(weight.numel() for weight in output.parameters())
-    early = {exit_layer: float(sum(layers[:exit_layer])) for exit_layer in sorted(set(exits))}
+    adapters = {e: adapter_at(inner, e) for e in sorted(set(exits))}
+    own = {e: 0 if a is None else sum(weight.numel() for weight in a.parameters()) for e, a in adapters.items()}
+    early = {exit_layer: float(sum(layers[:exit_layer]) + weights) for exit_layer, weights in own.items()}
     draft = {exit_layer: weights + head for exit_layer, weights in early.items()}
     verify = {exit_layer: _constant(sum(layers[exit_layer:]) + head) for exit_layer in early}
     cut_draft = {}

@@ -176,10 +176,19 @@ class RollbackCache(_FullLayersCache):
         num_layers: decoder layers of the model.
         capacity: positions to allocate at first.
         limit: positions that will never be exceeded, if known.
+
+    Attributes:
+        blocks: exit layer -> the layer of the block that it drafts through, from its first draft on.
     """
 
     def __init__(self, num_layers: int, capacity: int = 256, limit: int | None = None) -> None:
         super().__init__(layers=[RollbackLayer(capacity, limit) for _ in range(num_layers)])
+        self.blocks: dict[int, RollbackLayer] = {}
+        self._size = capacity, limit
+
+    @property
+    def _all(self) -> list[RollbackLayer]:
+        return [*self.layers, *self.blocks.values()]
 
     @property
     def length(self) -> int:
@@ -188,7 +197,7 @@ class RollbackCache(_FullLayersCache):
         Raises:
             RuntimeError: if early layers are ahead of late ones, as they are between a draft and its commit.
         """
-        lengths = {layer.length for layer in self.layers}
+        lengths = {layer.length for layer in self._all}
         if len(lengths) != 1:
             raise RuntimeError(f"layers hold different numbers of positions: {sorted(lengths)}")
         return lengths.pop()
@@ -199,13 +208,13 @@ class RollbackCache(_FullLayersCache):
         Afterwards all layers hold the same number: `length`, or what the shortest holds, where an error left
         some short.
         """
-        length = min(length, *(layer.length for layer in self.layers))
-        for layer in self.layers:
+        length = min(length, *(layer.length for layer in self._all))
+        for layer in self._all:
             layer.rollback(length)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows (n,) of the batch, and forget the others."""
-        for layer in self.layers:
+        for layer in self._all:
             if layer.is_initialized:
                 layer.batch_select_indices(rows)
 
@@ -214,15 +223,30 @@ class RollbackCache(_FullLayersCache):
         what follows them is for nobody to look at."""
         for layer, others in zip(self.layers, other.layers, strict=True):
             layer.join(others, rows)
+        for exit_layer, layer in self.blocks.items():
+            layer.join(other.blocks.get(exit_layer) or RollbackLayer(*self._size), rows)
 
     def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots `sources` (n, m) of the rows (n,) to `targets` (n, m) in all layers."""
-        for layer in self.layers:
+        for layer in self._all:
             layer.move(rows[:, None], sources, targets)
 
-    def stage(self, start: int, stop: int, block: Block | None = None) -> StageCache:
-        """What layers [start:stop) see of this cache."""
-        return StageCache(self.layers, start, stop, block)
+    def stage(self, start: int, stop: int, block: Block | None = None, stands_in: bool = False) -> StageCache:
+        """What layers [start:stop) see of this cache; `stands_in`: and the block in the place of layer `stop`, which
+        has a layer of its own."""
+        layers = self.layers
+        if stands_in:
+            own = self.blocks.setdefault(stop, RollbackLayer(*self._size))
+            layers = [*layers[:stop], own, *layers[stop + 1 :]]
+        return StageCache(layers, start, stop, block)
+
+    def fit(self, exit_layer: int | None) -> None:
+        """Forget the layers of all blocks but this exit's (None: of all), and every position that this one has not
+        seen: what others decoded with this cache."""
+        self.blocks = {key: layer for key, layer in self.blocks.items() if key == exit_layer}
+        if exit_layer is not None:
+            seen = self.blocks.setdefault(exit_layer, RollbackLayer(*self._size)).length
+            self.rollback(min(seen, *(layer.length for layer in self.layers)))
 
 
 def check_own_cache(cache: RollbackCache, num_layers: int, prompts: list[int]) -> RollbackCache:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from layerskip.model.adapters import adapter_at
@@ -50,13 +51,17 @@ class Skip(StandIn):
 
 
 class Tap(StandIn):
-    """Keeps the hidden states and passes them on, through the exit's adapter where there is one."""
+    """Keeps the hidden states and passes them on, through the exit's adapter where there is one, which is given all
+    that the layer is given."""
 
     adapter: nn.Module | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
         self.hidden = hidden_states
-        return self.give(hidden_states if self.adapter is None else self.adapter(hidden_states))
+        if self.adapter is None:
+            return self.give(hidden_states)
+        output = self.adapter(hidden_states, *args, **kwargs)
+        return self.give(output[0] if isinstance(output, tuple) else output)
 
 
 class Inject(StandIn):
@@ -153,7 +158,8 @@ def layers_return_tuples(model: PreTrainedModel) -> bool:
     if model not in _tuples:
         spy = Spy(decoder_layers(model)[0])
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-        with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False)
+        with torch.random.fork_rng():  # a model in training draws
+            with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False)
         _tuples[model] = spy.returns_tuple
     return _tuples[model]
 
@@ -171,6 +177,10 @@ class Head:
         self.returns_tuple = False
         self._inject = Inject(decoder_layers(model)[0])
         self._view = with_layers(model, anatomy(model).layers_path, [self._inject])
+
+    def watch(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """A layer's forward hook: how layers answer."""
+        self.returns_tuple = isinstance(output, tuple)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(batch, n, hidden_size) after some layer -> (batch, n, vocab) logits."""
@@ -199,6 +209,30 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.reshard()  # type: ignore[operator]
 
 
+class Given(NamedTuple):
+    """What a forward gave layer E: the hidden states after layer E-1, and whatever else layers take."""
+
+    hidden: Tensor  # (batch, length, hidden_size)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def through(self, adapter: nn.Module | None) -> Tensor:
+        """The hidden states as the exit's head sees them: (batch, length, hidden_size)."""
+        return self.hidden if adapter is None else adapter(self.hidden, *self.args, **self.kwargs)
+
+
+def listen(layer: nn.Module, keep: Callable[[Given], None]) -> RemovableHandle:
+    """Tell `keep` what the layer is given at each of its forwards, before others' hooks change it."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args:
+            keep(Given(args[0], args[1:], dict(kwargs)))
+        else:
+            keep(Given(kwargs["hidden_states"], (), {n: v for n, v in kwargs.items() if n != "hidden_states"}))
+
+    return layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+
 class ExitReader:
     """Logits of several exits from one pass over the model: an ordinary forward, whatever engine shares it out.
 
@@ -210,8 +244,8 @@ class ExitReader:
     def __init__(self, model: nn.Module, exits: Sequence[int]) -> None:
         self._model = unwrap(model)
         layers = decoder_layers(self._model)
-        self._layers = {e: layers[check_exit_layer(e, len(layers)) - 1] for e in sorted(set(exits))}
-        self._hidden: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
+        self._layers = {e: layers[check_exit_layer(e, len(layers))] for e in sorted(set(exits))}
+        self._given: dict[int, Given] = {}  # exit -> what layer E was given
         self._head = Head(self._model)
         self._adapters = {exit_layer: adapter_at(self._model, exit_layer) for exit_layer in self._layers}
 
@@ -226,7 +260,8 @@ class ExitReader:
             at a time so that only two sets of logits exist at once.
         """
         places = {} if position_ids is None else {"position_ids": position_ids}
-        hooks = [layer.register_forward_hook(partial(self._keep, e)) for e, layer in self._layers.items()]
+        hooks = [listen(layer, partial(self._given.__setitem__, e)) for e, layer in self._layers.items()]
+        hooks += [layer.register_forward_hook(self._head.watch) for layer in self._layers.values()]
         try:
             logits = self._model(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
         finally:
@@ -234,13 +269,8 @@ class ExitReader:
                 hook.remove()
         return logits, self._exits()
 
-    def _keep(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:
-        self._head.returns_tuple = isinstance(output, tuple)
-        self._hidden[exit_layer] = output[0] if isinstance(output, tuple) else output
-
     @torch.no_grad()
     def _exits(self) -> Iterator[tuple[int, Tensor]]:
         with gathered(self._model):
             for exit_layer, adapter in self._adapters.items():
-                hidden = self._hidden.pop(exit_layer)
-                yield exit_layer, self._head(hidden if adapter is None else adapter(hidden))
+                yield exit_layer, self._head(self._given.pop(exit_layer).through(adapter))

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.checkpoint.settings import carry
-from layerskip.model.adapters import Adapters, ExitAdapter, attach_adapters, drop_other_adapters
-from layerskip.model.anatomy import decoder_layers, unwrap
-from layerskip.model.views import Head
+from layerskip.model.adapters import Adapters, ExitAdapter, ExitBlock, attach_adapters, drop_other_adapters
+from layerskip.model.anatomy import anatomy, decoder_layers, unwrap
+from layerskip.model.views import Given, Head, layers_return_tuples, listen
 from layerskip.training.curriculum import active_exits
 from layerskip.training.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
 from layerskip.training.loss import exit_weights, shifted_labels
 from layerskip.training.objective import KEPT_SHARE, Positions, choose_positions, exit_loss, num_chunks, reference_loss
 from layerskip.training.recipe import Recipe
 from layerskip.training.reference import INPUTS, Reference
+from layerskip.training.shortcut import Shortcut
 
 
 @lru_cache(maxsize=8)  # asked at every layer, for a step or two at a time
@@ -53,19 +54,19 @@ class Handle:
         self._told, self._own_text, self._forwards = False, False, 0
         self._has_loss, self._warned = True, False
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
-        self._taps: dict[int, Tensor] = {}  # exit -> (batch, length, hidden_size)
+        self._given: dict[int, Given] = {}  # exit -> what layer E was given
         self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
         self._head = Head(self.model)
         self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
         self.adapters: Adapters | None = None
         if recipe.freeze_model:
             self.model.requires_grad_(False)
-        if recipe.adapter_rank is None:
+        if recipe.adapter is None:
             drop_other_adapters(self.model)
         else:
-            self.adapters = attach_adapters(
-                self.model, recipe.trained_exits(self.num_layers), recipe.adapter_rank, recipe.seed
-            )
+            exits = recipe.trained_exits(self.num_layers)
+            self.adapters = attach_adapters(self.model, exits, recipe.adapter, recipe.seed)
+        self._shortcut = Shortcut(layers, recipe.freeze_model and layers_return_tuples(self.model))
         self._base_loss = self.model.loss_function
         self._hang(layers)
         self.model._layerskip_handle = self
@@ -79,7 +80,8 @@ class Handle:
             micro_step: which forward of the step's accumulation window.
             first_row: index, in the batch over all processes, of this process's first sample.
             own_text: the batch is the model's own text. The exits learn to follow the last layer, wholly by
-                self-distillation, and the last layer is left out of the loss.
+                self-distillation, and the last layer is left out of the loss. Where the model is frozen the text itself
+                is what it says, greedily or as a sample, so the exits learn from that and later layers are not run.
         """
         self._told, self._own_text = True, own_text
         self._step, self._micro_step, self._first_row = step, micro_step, first_row
@@ -133,14 +135,16 @@ class Handle:
             for index, layer in enumerate(layers):
                 self._hooks += DropoutHooks(layer, partial(self._decide, index)).handles
         for exit_layer in self.recipe.trained_exits(self.num_layers):
-            tap = partial(self._tap, exit_layer)
-            self._hooks.append(layers[exit_layer - 1].register_forward_hook(tap))
+            self._hooks.append(listen(layers[exit_layer], partial(self._tap, exit_layer)))
+            self._hooks.append(layers[exit_layer].register_forward_hook(self._head.watch))
+        if self.recipe.freeze_model:
+            self._hooks.append(self.model.register_forward_hook(self._end, always_call=True))
         self.model.loss_function = self._loss
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._taps.clear()
+    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        self._given.clear()
         if not (model.training and torch.is_grad_enabled()):
-            return
+            return None
         self._warn_without_loss()
         self._has_loss = False
         if not self._told:
@@ -150,6 +154,27 @@ class Handle:
             self._inputs = {name: kwargs[name] for name in INPUTS if kwargs.get(name) is not None}
             if args:
                 self._inputs["input_ids"] = args[0]
+        if not self._exits_suffice:
+            return None
+        self._shortcut.open(max(self.active_exits))
+        if not anatomy(self.model).keeps_logits or kwargs.get("labels") is None:
+            return None
+        return args, {**kwargs, "logits_to_keep": 1}  # of the last layer's nobody asks
+
+    @property
+    def _exits_suffice(self) -> bool:
+        """Whether the step's loss has no use for what comes above the exits."""
+        return self.recipe.freeze_model and self._distillation == 0
+
+    @property
+    def _distillation(self) -> float:
+        """The share of the exits' loss that is from the last layer's output, at this step."""
+        if not self._own_text:
+            return self.recipe.self_distillation
+        return 0.0 if self.recipe.freeze_model else 1.0
+
+    def _end(self, *_: Any) -> None:
+        self._shortcut.close()
 
     def _warn_without_loss(self) -> None:
         if not self._has_loss and not self._warned:
@@ -169,10 +194,9 @@ class Handle:
             self._keep = keep_decisions(self.dropout_rates, rows, recipe.seed, *place, per=recipe.dropout_per)
         return Decision(self._keep[layer], 1 / (1 - rate) if recipe.dropout_rescale and rate < 1 else 1.0)
 
-    def _tap(self, exit_layer: int, layer: nn.Module, args: Any, output: Any) -> None:
-        if layer.training and exit_layer in self.active_exits:
-            self._head.returns_tuple = isinstance(output, tuple)
-            self._taps[exit_layer] = output[0] if isinstance(output, tuple) else output
+    def _tap(self, exit_layer: int, given: Given) -> None:
+        if self.model.training and (exit_layer in self.active_exits or self.recipe.adapter == "block"):
+            self._given[exit_layer] = given
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         """The model's loss function while the recipe hangs on it: (batch, length, vocab) logits of the last layer."""
@@ -210,9 +234,12 @@ class Handle:
         idle: Tensor | float = 0.0
         if self.adapters is not None:  # called as modules, so that sharded weights are there
             for exit_layer, adapter in self.adapters.items():
-                assert isinstance(adapter, ExitAdapter)
-                if int(exit_layer) not in self.losses:
+                if int(exit_layer) in self.losses:
+                    continue
+                if isinstance(adapter, ExitAdapter):
                     idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
+                else:
+                    idle = idle + self._given.pop(int(exit_layer)).through(adapter).sum()
         trained = not self.recipe.freeze_model and hasattr(next(self.model.parameters()), "ds_id")
         if trained and self.num_layers not in self.losses:
             # ZeRO-3 would step the layers above the deepest exit by the gradient they got the last time.
@@ -234,13 +261,15 @@ class Handle:
         self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int, recompute: bool
     ) -> Tensor:
         adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
+        given = self._given.pop(exit_layer)
+        whole = isinstance(adapter, ExitBlock)  # its attention reads all positions; others take them chunk by chunk
         return exit_loss(
-            self._taps.pop(exit_layer),
-            self._head if adapter is None else lambda hidden: self._head(adapter(hidden)),
+            given.through(adapter) if whole else given.hidden,
+            self._head if whole or adapter is None else lambda hidden: self._head(adapter(hidden)),
             last_logits,
             positions,
             chunks,
-            distillation=1.0 if self._own_text else self.recipe.self_distillation,
+            distillation=self._distillation,
             temperature=self.recipe.distillation_temperature,
             recompute=recompute,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from layerskip.training.presets import PRESETS
 
@@ -58,6 +58,7 @@ class Recipe:
     distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
     reference_weight: float = 0.0  # weight of KL(original model || last layer), which guards the model's quality
     adapter_rank: int | None = None  # each exit drafts through a low-rank adapter of this rank; None: none
+    adapter_block: bool = False  # instead: through a decoder layer of its own, at first a copy of the one that follows
     freeze_model: bool = False  # train nothing but those adapters: the model itself stays bit for bit what it was
     total_steps: int | None = None  # T, optimizer steps; needed by rising, falling and gradual
     seed: int = 0  # of the dropout decisions and of the positions
@@ -80,8 +81,15 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is out of range: 1 or more")
-        if self.freeze_model and self.adapter_rank is None:
-            raise ValueError("freeze_model leaves only adapters to train: give adapter_rank too, for example 128")
+        if self.adapter_block and self.adapter_rank is not None:
+            raise ValueError(
+                f"adapter_block and adapter_rank={self.adapter_rank} are two kinds of adapter: give one, "
+                "adapter_rank=null for a block"
+            )
+        if self.freeze_model and self.adapter is None:
+            raise ValueError(
+                "freeze_model leaves only adapters to train: give adapter_block=true, or adapter_rank, for example 128"
+            )
         if self.freeze_model and (self.max_dropout or self.reference_weight):
             raise ValueError(
                 "freeze_model leaves nothing to drop or to guard: set max_dropout=0 "
@@ -100,6 +108,11 @@ class Recipe:
             return
         if not isinstance(self.exits, Collection) or not all(type(e) is int for e in self.exits):
             raise ValueError(f"exits={self.exits!r} is no list of whole numbers: write it as (1, 2)")
+
+    @property
+    def adapter(self) -> int | Literal["block"] | None:
+        """The kind of adapter that exits draft through: low-rank of this rank, a block, or none."""
+        return "block" if self.adapter_block else self.adapter_rank
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Recipe:

@@ -1,0 +1,214 @@
+"""An exit's block: a layer of the draft alone. The output stays the model's, and drafts are what the block makes of
+all the tokens before, however they came into the cache."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import layerskip
+from layerskip.draft.exits import known_exits
+from layerskip.forecast import measure_exits
+from layerskip.model.adapters import ExitBlock, adapter_at, attach_adapters, save_adapters
+from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.cache import RollbackCache
+from layerskip.model.stages import Stages
+from layerskip.model.views import ExitReader
+from layerskip.share.export import export_draft
+from layerskip.training.recipe import Recipe, prepare
+from tests import tiny
+from tests.test_layerskip_batch import GREEDY, WAYS, batch, decoded
+
+RECIPE = Recipe.preset("frozen-target", exits=(1,), adapter_rank=None, adapter_block=True)
+
+
+def with_block(model, exit_layer: int = 2, noise: float = 0.3):
+    """The model with a block that is no longer what it was copied from."""
+    block = attach_adapters(model, [exit_layer], "block")[str(exit_layer)].eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight += noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def text(rows: int = 4, length: int = 16) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_new_block_is_the_layer_it_was_copied_from(tiny_llama):
+    """Its exit is then the next one, and nothing that hangs on the layer hangs on the copy."""
+    hook = tiny_llama.model.layers[2].register_forward_hook(lambda *_: pytest.fail("the copy called the layer's hook"))
+    attach_adapters(tiny_llama, [2], "block")
+    hook.remove()
+    assert adapter_at(tiny_llama, 2).layer.self_attn.config is tiny_llama.config
+    _, exits = ExitReader(tiny_llama, [2, 3]).read(text())
+    logits = dict(exits)
+    assert torch.equal(logits[2], logits[3])
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_drafts_are_the_exits_of_one_pass(name):
+    """In chunks over the cache, after a rollback, in rows of unequal length: what one pass over the text gives."""
+    model = with_block(tiny.architecture(name))
+    ids = text(1, 12)
+    expected = dict(ExitReader(model, [2]).read(ids)[1])[2]
+    stages = Stages(model, 2)
+    cache = stages.new_cache(4)
+    stages.prefill(ids[:, :5], cache)
+    first, _ = stages.draft(ids[:, 5:9], cache, 4)
+    cache.rollback(5)
+    logits, hidden = stages.draft(ids[:, 5:8], cache, 3)
+    stages.verify(ids[:, 5:8], hidden, cache)
+    stages.verify(ids[:, 8:10], None, cache)  # what nobody drafted passes through the block too
+    last, _ = stages.draft(ids[:, 10:], cache, 2)
+    torch.testing.assert_close(first, expected[:, 5:9], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, expected[:, 5:8], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(last, expected[:, 10:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_a_batch_is_generates(name, way):
+    model, (ids, mask) = with_block(tiny.architecture(name)), batch()
+    assert torch.equal(decoded(model, ids, mask, **WAYS[way]), model.generate(ids, attention_mask=mask, **GREEDY))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].get("exit_layer", 2)])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_the_block_sees_every_token(name, way, monkeypatch):
+    """After some rounds its keys are those of one pass over each row, whatever was drafted, refused and moved."""
+    model, (ids, mask) = with_block(tiny.endless(tiny.architecture(name)), noise=0.05), batch()
+    made, caches = Stages.new_cache, []
+    monkeypatch.setattr(Stages, "new_cache", lambda *args: caches.append(made(*args)) or caches[-1])
+    rows, rounds = [ids[i, real] for i, real in enumerate(mask.bool())], [0, 0, 0]
+    arguments = {"attention_mask": mask, "exit_layer": 2, "max_new_tokens": 80, "do_sample": False}
+    for step in layerskip.steps(model, ids, **arguments, **WAYS[way]):
+        rows[step.row] = torch.cat([rows[step.row], step.tokens[0]])
+        rounds[step.row] += 1
+        if rounds == [6, 6, 6]:
+            break
+    cache = next(cache for cache in caches if cache.blocks and len(cache.blocks[2].keys) == 3)
+    for row, tokens in enumerate(rows):
+        stages = Stages(model, 2)
+        fresh = made(stages)
+        stages.prefill(tokens[None, :-1], fresh)
+        for layer, expected in ((cache.blocks[2], fresh.blocks[2]), (cache.layers[0], fresh.layers[0])):
+            actual = layer.keys[row, :, : len(tokens) - 1]
+            torch.testing.assert_close(actual, expected.keys[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["chain", "tree", "hybrid", "stop"])
+def test_what_is_accepted_is_what_one_pass_foretells(way, tiny_llama):
+    """Acceptance over a text of the model's own, walked: only right if every draft saw every token before it."""
+    model = with_block(tiny.endless(tiny_llama), 1, 0.05)
+    prompt = text(1, 6)
+    output = layerskip.generate(
+        model, prompt, exit_layer=1, max_new_tokens=64, do_sample=False, return_dict_in_generate=True, **WAYS[way]
+    )
+    if way == "chain":
+        labels = output.sequences.clone()
+        labels[:, :6] = -100
+        measured = measure_exits(model, [{"input_ids": output.sequences, "labels": labels}], [1])
+        foretold = measured[1].mean_acceptance_length(3)
+        assert output.statistics.mean_acceptance_length == pytest.approx(foretold, rel=0.1)
+    again = layerskip.generate(model, prompt, exit_layer=1, max_new_tokens=64, do_sample=False, **WAYS[way])
+    assert torch.equal(again, output.sequences)
+
+
+def test_a_cache_that_others_decoded_with_is_made_fit(tiny_llama):
+    """Plain decoding in between leaves the block behind: what it has not seen is computed again."""
+    model, prompt = with_block(tiny.endless(tiny_llama)), text(1, 6)
+    cache = RollbackCache(4)
+    keywords = {"do_sample": False, "cache": cache}
+    first = layerskip.generate(model, prompt, exit_layer=2, max_new_tokens=6, **keywords)
+    second = layerskip.generate(model, first, exit_layer=None, max_new_tokens=6, **keywords)
+    assert not cache.blocks
+    third = layerskip.generate(model, second, exit_layer=2, max_new_tokens=6, **keywords)
+    assert torch.equal(third, model.generate(prompt, do_sample=False, max_new_tokens=18))
+    assert cache.blocks[2].length == cache.length
+    alone = layerskip.generate(model, third, exit_layer=1, max_new_tokens=4, **keywords)
+    assert torch.equal(alone, model.generate(prompt, do_sample=False, max_new_tokens=22))
+
+
+def test_a_sample_is_the_plain_loops_with_the_same_noise(tiny_llama):
+    model, (ids, mask) = with_block(tiny_llama), batch()
+    kwargs = {"do_sample": True, "temperature": 1.3, "acceptance": "coupled", "seed": 3}
+    plain = decoded(model, ids, mask, exit_layer=None, **kwargs)
+    assert torch.equal(decoded(model, ids, mask, num_draft_tokens=3, **kwargs), plain)
+    assert torch.equal(decoded(model, ids, mask, exit_layer="auto", num_draft_tokens="auto", **kwargs), plain)
+
+
+def test_auto_keeps_to_the_exit_that_has_a_block(tiny_llama):
+    """Another exit would draft tokens that the block never sees."""
+    prepare(tiny_llama, Recipe(exits=(1, 2), adapter_block=True, max_dropout=0))
+    assert len(known_exits(tiny_llama)) == 1
+
+
+def test_only_the_block_learns_and_the_checkpoint_carries_it(tmp_path):
+    original = tiny.llama()
+    model = copy.deepcopy(original)
+    handle = prepare(model.train(), RECIPE)
+    before = measure_exits(model, [text()], [1])[1].overlap
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    for step in range(60):
+        handle.set_step(step)
+        model(input_ids=text(), labels=text()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(tmp_path)
+    save_adapters(model, tmp_path)
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert all(torch.equal(weight, original.get_parameter(name)) for name, weight in plain.named_parameters())
+    assert isinstance(adapter_at(plain, 1), ExitBlock)
+    assert measure_exits(plain, [text()], [1])[1].overlap > before + 0.05
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in adapter_at(half, 1).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("own_text", [False, True])
+def test_layers_that_a_frozen_targets_exits_do_not_need_are_not_run(own_text):
+    """Loss and gradient are those of the exit; the layers above it cost nothing."""
+    model = tiny.llama()
+    recipe = Recipe.preset(
+        "frozen-target", exits=(1,), adapter_rank=None, adapter_block=True, self_distillation=1.0 if own_text else 0.0
+    )
+    handle = prepare(model.train(), recipe)
+    ran = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+    handle.set_step(0, own_text=own_text)
+    loss = model(input_ids=text(), labels=text()).loss
+    loss.backward()
+    assert set(ran) == {0}
+    logits = dict(ExitReader(model.eval(), [1]).read(text())[1])[1]
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), text()[:, 1:].flatten())
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert all(weight.grad is not None for weight in handle.adapters.parameters())
+    assert set(ran) == {0, 1, 2, 3}  # evaluation runs them all
+    assert "forward" not in vars(model.model.layers[2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3", "phi3"])
+def test_the_draft_is_a_model_of_one_layer_more(name, tmp_path):
+    model = with_block(tiny.architecture(name))
+    draft = export_draft(model, 2, tmp_path)
+    assert draft.config.get_text_config(decoder=True).num_hidden_layers == 3
+    expected = dict(ExitReader(model, [2]).read(text())[1])[2]
+    torch.testing.assert_close(draft(input_ids=text()).logits, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_two_kinds_of_adapter_are_one_too_many():
+    with pytest.raises(ValueError, match="give one"):
+        Recipe(adapter_block=True, adapter_rank=8)
+    with pytest.raises(ValueError, match="adapter_block"):
+        Recipe(freeze_model=True)
+
+
+def test_a_layer_that_cannot_be_copied_is_refused():
+    with torch.device("meta"):
+        model = tiny.llama()
+    with pytest.raises(UnsupportedModelError, match="floating-point dtype"):
+        attach_adapters(model, [2], "block")
