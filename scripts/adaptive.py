@@ -114,7 +114,7 @@ def measure(model, tokenizer, arms, options) -> dict[str, dict[str, list[float]]
     import torch
 
     import layerskip
-    from layerskip.draft.adaptive import forget
+    from layerskip.draft.remembered import forget
 
     sampling = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "top_k": 0}
     if options.temperature:

@@ -15,11 +15,12 @@ from layerskip.checkpoint.resolving import resolve_setting
 from layerskip.checkpoint.settings import Setting, carry, store_setting, tuned_setting
 from layerskip.decode.decoding import Step, decode
 from layerskip.draft import adaptive as module
-from layerskip.draft import drafters
-from layerskip.draft.adaptive import Adaptive, adaptive_for, forget
+from layerskip.draft import drafters, remembered
+from layerskip.draft.adaptive import Adaptive
 from layerskip.draft.drafters import ExitDrafter, LookupDrafter
 from layerskip.draft.drafting import chain_of, draft_chain
 from layerskip.draft.exits import known_exits
+from layerskip.draft.remembered import adaptive_for, forget
 from layerskip.draft.round_times import RoundTimes
 from layerskip.exact.acceptance import walk_sampled
 from layerskip.exact.sampling import Sampler
@@ -305,7 +306,7 @@ def wild_clock(monkeypatch):
         return now[0]
 
     monkeypatch.setattr(module, "thread_time", clock)
-    monkeypatch.setattr(module, "thread_clock_serves", lambda device: True)
+    monkeypatch.setattr(remembered, "thread_clock_serves", lambda device: True)
 
 
 AUTO = {"exit_layer": "auto", "num_draft_tokens": "auto"}
@@ -338,7 +339,7 @@ def test_a_coarse_clock_changes_nothing(ticks, monkeypatch):
     """One that stands still for whole rounds, as Windows' does for a thread."""
     looks = iter(range(10**6))
     monkeypatch.setattr(module, "thread_time", lambda: next(looks) // 40 * ticks)
-    monkeypatch.setattr(module, "thread_clock_serves", lambda device: True)
+    monkeypatch.setattr(remembered, "thread_clock_serves", lambda device: True)
     model, prompt = taught(tiny.llama()), torch.arange(5, 12)[None]
     arguments = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 40}
     expected = model.generate(prompt, **arguments)
@@ -350,7 +351,7 @@ def test_a_coarse_clock_changes_nothing(ticks, monkeypatch):
 def test_rounds_are_timed_by_the_wall_where_the_threads_clock_does_not_serve(serves, seconds, monkeypatch):
     looks = iter((1.0, 1.0, 6.0))  # at the beginning of a round, after its draft, at its end
     monkeypatch.setattr(module, "thread_time", lambda: next(looks))
-    monkeypatch.setattr(module, "thread_clock_serves", lambda device: serves)
+    monkeypatch.setattr(remembered, "thread_clock_serves", lambda device: serves)
     with adaptive_for(Stages(tiny.llama(), 2), Setting(2, "auto"), sampled=False) as weigher:
         assert weigher.begin() == 0  # nobody taught this exit
         weigher.drafted()

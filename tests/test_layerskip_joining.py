@@ -12,8 +12,8 @@ from layerskip.checkpoint.resolving import resolve_setting
 from layerskip.decode.decoding import decode
 from layerskip.decode.joining import Newcomer, join
 from layerskip.decode.stopping import StopRule
-from layerskip.draft.adaptive import adaptive_for
 from layerskip.draft.drafters import drafter_for
+from layerskip.draft.remembered import adaptive_for
 from layerskip.exact.sampling import Sampler
 from layerskip.model.rows import Rows
 from layerskip.model.stages import Stages

@@ -27,7 +27,7 @@ from transformers.utils import logging
 import layerskip
 from layerskip.checkpoint.settings import carry
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
-from layerskip.draft import adaptive
+from layerskip.draft import adaptive, remembered
 from layerskip.exact.noise import gumbel
 from tests import tiny
 
@@ -386,10 +386,10 @@ class Judge:
 
 def check(case: Case) -> list[str]:
     """Judge one call; returns the near-ties met."""
-    adaptive.forget(model_of(case.architecture))
+    remembered.forget(model_of(case.architecture))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive, "thread_time", Clock(case.clock))
-        patch.setattr(adaptive, "thread_clock_serves", lambda device: True)
+        patch.setattr(remembered, "thread_clock_serves", lambda device: True)
         return judged(case)
 
 

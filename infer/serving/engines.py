@@ -17,8 +17,8 @@ from layerskip.decode.joining import Newcomer
 from layerskip.decode.preparation import prepare_session
 from layerskip.decode.session import Session
 from layerskip.decode.streaming import pad_left
-from layerskip.draft.adaptive import adaptive_for
 from layerskip.draft.drafters import drafter_for
+from layerskip.draft.remembered import adaptive_for
 
 
 class LoopEngine:

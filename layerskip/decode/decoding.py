@@ -19,7 +19,8 @@ from torch import Tensor
 from layerskip.decode.joining import Newcomer, join, prefill
 from layerskip.draft.drafters import Drafter
 from layerskip.exact.acceptance import Walk
-from layerskip.exact.sampling import Policy, Sampler
+from layerskip.exact.policy import Policy
+from layerskip.exact.sampling import Sampler
 from layerskip.model.cache import RollbackCache
 from layerskip.model.rows import Rows
 from layerskip.model.stages import Stages
@@ -108,24 +109,12 @@ def decode(
         prefill(stages, rows, cache, prefill_chunk)
         drafter.start(rows)
         while True:
-            t0 = perf_counter()
-            draft = drafter.draft(stages, cache, rows, policy)
-            t1 = perf_counter()
-            logits = stages.verify(torch.cat([rows.roots, draft.tokens], dim=1), draft.hidden, cache, draft.block)
-            t2 = perf_counter()
-            scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
-            walk, following = policy.accept(draft, scores, rows)
-            kept, ended = _commit(rows, draft, walk, following, each_stop)
-            _compact(cache, rows, draft, walk)
-            seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
-            steps = _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None)
-            going = [row for row in range(len(rows)) if not ended[row]]
+            steps, ended = _round(stages, drafter, cache, rows, policy, each_stop, keep_scores)
             drafter.observe(steps)
             policy.forget(rows)
-            if going and len(going) < len(rows):
-                cache.select(torch.tensor(going, device=rows.device))
-                rows.keep(going)
-                cache.rollback(max(rows.in_cache))
+            going = [row for row in range(len(rows)) if not ended[row]]
+            if going:
+                _keep(going, cache, rows)
             held = max(rows.in_cache)
             yield from steps
             if not going:
@@ -137,6 +126,37 @@ def decode(
                 held = max(rows.in_cache)
     finally:
         cache.rollback(held)
+
+
+def _round(
+    stages: Stages,
+    drafter: Drafter,
+    cache: RollbackCache,
+    rows: Rows,
+    policy: Policy,
+    stops: Sequence[Stop],
+    keep_scores: bool,
+) -> tuple[list[Step], list[bool]]:
+    """Draft, verify, accept, commit; a step for each row, and whether it ended."""
+    t0 = perf_counter()
+    draft = drafter.draft(stages, cache, rows, policy)
+    t1 = perf_counter()
+    logits = stages.verify(torch.cat([rows.roots, draft.tokens], dim=1), draft.hidden, cache, draft.block)
+    t2 = perf_counter()
+    scores = policy.scores(logits, rows, draft.tokens if draft.block is None else draft)  # (B, N+1, vocab)
+    walk, following = policy.accept(draft, scores, rows)
+    kept, ended = _commit(rows, draft, walk, following, stops)
+    _compact(cache, rows, draft, walk)
+    seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
+    return _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None), ended
+
+
+def _keep(going: Sequence[int], cache: RollbackCache, rows: Rows) -> None:
+    """Rows that have ended leave the batch; the positions that only they had, the cache."""
+    if len(going) < len(rows):
+        cache.select(torch.tensor(going, device=rows.device))
+        rows.keep(going)
+        cache.rollback(max(rows.in_cache))
 
 
 def _commit(

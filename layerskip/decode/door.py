@@ -20,8 +20,9 @@ from layerskip.decode.guidance import made_reversible
 from layerskip.decode.refusals import refuse_arguments, refuse_block_of_trees, refuse_mode
 from layerskip.decode.session import Session
 from layerskip.decode.stopping import StopRule, take_stop_strings
-from layerskip.model.anatomy import check_positions, check_rope, device_of
+from layerskip.model.anatomy import device_of
 from layerskip.model.cache import RollbackCache, check_own_cache
+from layerskip.model.lengths import check_positions, check_rope
 from layerskip.model.stages import Stages
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,8 @@ from transformers import GenerationConfig
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.decoding import Step, decode
 from layerskip.decode.stopping import StopRule
-from layerskip.draft.adaptive import adaptive_for
 from layerskip.draft.drafters import Drafter, drafter_for
+from layerskip.draft.remembered import adaptive_for
 from layerskip.exact.sampling import Sampler
 from layerskip.model.cache import RollbackCache
 from layerskip.model.stages import Stages
@@ -67,13 +68,9 @@ class Session:
             yield step
 
     def _decode(self) -> Iterator[Step]:
-        if not self.setting.weighs:
-            return self._decode_with(drafter_for(self.setting, self.grammar))
-        return self._decode_adaptively()
-
-    def _decode_adaptively(self) -> Iterator[Step]:
         sampled = any(sampler.do_sample for sampler in self.samplers)
-        with adaptive_for(self.stages, self.setting, sampled) as adaptive:
+        weigher = adaptive_for(self.stages, self.setting, sampled) if self.setting.weighs else nullcontext()
+        with weigher as adaptive:
             yield from self._decode_with(drafter_for(self.setting, self.grammar, adaptive))
 
     def _decode_with(self, drafter: Drafter) -> Iterator[Step]:

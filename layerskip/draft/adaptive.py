@@ -20,28 +20,20 @@ longer gives the same text twice, though of the same distribution; greedy and co
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from time import thread_time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerskip.checkpoint.settings import AUTO, Setting
 from layerskip.draft.draft_stop import DraftStop, confidence
-from layerskip.draft.exits import KnownExit, known_exit, known_exits
 from layerskip.draft.prospect import Prospect
-from layerskip.draft.round_times import Part, RoundTimes
-from layerskip.forecast import paper_costs
-from layerskip.model.anatomy import device_of
-from layerskip.model.machine import thread_clock_serves
+from layerskip.draft.round_times import RoundTimes
 
 if TYPE_CHECKING:
     from layerskip.decode.decoding import Step
-    from layerskip.model.stages import Stages
 
 LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
 DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not
@@ -149,29 +141,36 @@ class Adaptive(DraftStop):
             if self._batch:
                 self.times.rebase()
             self._batch = len(steps)
-        if self._processor:
-            draft, rest = self._drafted - self._began, thread_time() - self._drafted
-        else:
-            draft = sum(step.draft_seconds for step in steps)
-            rest = sum(step.verify_seconds + step.rollback_seconds for step in steps)
+        draft, rest = self._seconds(steps)
         for prospect in self.prospects:
             prospect.forget(prospect is self._now)
-        if self._now is None:
-            if not any(step.num_drafted for step in steps):  # else something was found elsewhere
-                self.times.add(("plain",), draft + rest)
-            return
-        now, looks = self._now, len(self._tenths)
+        if self._now is not None:
+            self._learn(self._now, steps, draft, rest)
+        elif not any(step.num_drafted for step in steps):  # else something was found elsewhere
+            self.times.add(("plain",), draft + rest)
+
+    def _seconds(self, steps: Sequence[Step]) -> tuple[float, float]:
+        """What the round's draft took, and all that followed it."""
+        if self._processor:
+            return self._drafted - self._began, thread_time() - self._drafted
+        draft = sum(step.draft_seconds for step in steps)
+        return draft, sum(step.verify_seconds + step.rollback_seconds for step in steps)
+
+    def _learn(self, prospect: Prospect, steps: Sequence[Step], draft: float, rest: float) -> None:
+        """What the round says of the exit that drafted in it, where it was looked at, and of its times."""
+        looks = len(self._tenths)
         if not looks:
             return
         drafted = looks - self._ended
-        self.times.add(("draft", now.exit_layer), draft / (looks + (0 if self._ended else now.extend)))
-        self.times.add(("verify", now.exit_layer, drafted), rest)
+        e = prospect.exit_layer
+        self.times.add(("draft", e), draft / (looks + (0 if self._ended else prospect.extend)))
+        self.times.add(("verify", e, drafted), rest)
         for position in range(looks):
-            now.asked[position] += 1
-            now.went[position] += position < drafted
+            prospect.asked[position] += 1
+            prospect.went[position] += position < drafted
         for row, step in enumerate(steps):
             tenths = [at[row] for at in self._tenths[: min(drafted, step.num_drafted)]]
-            now.judge(tenths, step.num_accepted)
+            prospect.judge(tenths, step.num_accepted)
 
     def again(self) -> Adaptive:
         """For the next call: knows what this one does, and is ready to learn that all is different now."""
@@ -182,39 +181,3 @@ class Adaptive(DraftStop):
         for prospect in copy.prospects:
             prospect.doubt()
         return copy
-
-
-_remembered: weakref.WeakKeyDictionary[nn.Module, dict[Any, Adaptive]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def adaptive_for(stages: Stages, setting: Setting, sampled: bool) -> Iterator[Adaptive]:
-    """What weighs the drafts of a call. It begins with what the last one of its kind with this model had learnt."""
-    model = stages.model
-    exits = known_exits(model) if setting.exit_layer == AUTO else [known_exit(model, setting.exit_layer)]
-    most = len(setting.shape.widths)
-    kind = (tuple(exits), most, sampled, setting.draft_vocabulary, model.dtype, device_of(model))
-    calls = _remembered.setdefault(model, {})
-    adaptive = calls[kind].again() if kind in calls else _new(stages, exits, most, sampled)
-    try:
-        yield adaptive
-    finally:
-        calls[kind] = adaptive
-
-
-def _new(stages: Stages, exits: Sequence[KnownExit], most: int, sampled: bool) -> Adaptive:
-    costs = paper_costs(stages.model, [known.exit_layer for known in exits], stages.draft_vocabulary)
-    draft = costs.cut_draft or costs.draft
-    weights: dict[Part, float] = {("plain",): costs.plain}
-    prospects = []
-    for known in exits:
-        e = known.exit_layer
-        weights |= {("draft", e): draft[e], ("verify", e): costs.verify[e][1]}
-        acceptance = known.overlap if sampled else known.agreement
-        prospects.append(Prospect(known, acceptance, costs.extend[e] / draft[e], most))
-    return Adaptive(most, prospects, RoundTimes(weights), processor=thread_clock_serves(device_of(stages.model)))
-
-
-def forget(model: nn.Module) -> None:
-    """What earlier calls with this model have learnt."""
-    _remembered.pop(model, None)

@@ -68,8 +68,9 @@ class Prospect:
             luck: how much better than it seems the acceptance may be, see `LUCK`.
         """
         draft, best = times.draft(self.exit_layer), (0.0, 1)
-        tokens, looks, drafted, reach, likely = 1.0, 0.0, 0.0, 1.0, self.acceptance
-        going = 1.0  # chance that the chain gets this far
+        tokens, looks, drafted = 1.0, 0.0, 0.0  # of a round as long as this: committed, looked at, drafted, in the mean
+        going, reach = 1.0, 1.0  # chance that the chain gets this far, and that all of it stays
+        likely = self.acceptance  # of a position where nothing was seen: as of the one before
         for position in range(len(self.asked)):
             seen = self.judged[position]
             likely = (self.stayed[position] + PRIOR * likely) / (seen + PRIOR)
