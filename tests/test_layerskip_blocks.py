@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import layerskip
 from layerskip.draft.exits import known_exits
 from layerskip.forecast import measure_exits
-from layerskip.model.adapters import ExitBlock, adapter_at, attach_adapters, save_adapters
+from layerskip.model.adapters import ExitBlocks, adapter_at, attach_adapters, save_adapters
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.cache import RollbackCache
 from layerskip.model.stages import Stages
@@ -20,12 +20,12 @@ from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 from tests.test_layerskip_batch import GREEDY, WAYS, batch, decoded
 
-RECIPE = Recipe.preset("frozen-target", exits=(1,), adapter_rank=None, adapter_block=True)
+RECIPE = Recipe.preset("frozen-target", exits=(1,), adapter_rank=None, adapter_blocks=1)
 
 
-def with_block(model, exit_layer: int = 2, noise: float = 0.3):
-    """The model with a block that is no longer what it was copied from."""
-    block = attach_adapters(model, [exit_layer], "block")[str(exit_layer)].eval()
+def with_block(model, exit_layer: int = 2, noise: float = 0.3, blocks: int = 2):
+    """The model with blocks that are no longer what they were copied from."""
+    block = attach_adapters(model, [exit_layer], blocks=blocks)[str(exit_layer)].eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in block.parameters():
@@ -40,9 +40,9 @@ def text(rows: int = 4, length: int = 16) -> torch.Tensor:
 def test_a_new_block_is_the_layer_it_was_copied_from(tiny_llama):
     """Its exit is then the next one, and nothing that hangs on the layer hangs on the copy."""
     hook = tiny_llama.model.layers[2].register_forward_hook(lambda *_: pytest.fail("the copy called the layer's hook"))
-    attach_adapters(tiny_llama, [2], "block")
+    attach_adapters(tiny_llama, [2], blocks=1)
     hook.remove()
-    assert adapter_at(tiny_llama, 2).layer.self_attn.config is tiny_llama.config
+    assert adapter_at(tiny_llama, 2).layers[0].self_attn.config is tiny_llama.config
     _, exits = ExitReader(tiny_llama, [2, 3]).read(text())
     logits = dict(exits)
     assert torch.equal(logits[2], logits[3])
@@ -89,12 +89,14 @@ def test_the_block_sees_every_token(name, way, monkeypatch):
         rounds[step.row] += 1
         if rounds == [6, 6, 6]:
             break
-    cache = next(cache for cache in caches if cache.blocks and len(cache.blocks[2].keys) == 3)
+    cache = next(cache for cache in caches if cache.blocks and len(cache.blocks[2][0].keys) == 3)
     for row, tokens in enumerate(rows):
         stages = Stages(model, 2)
         fresh = made(stages)
         stages.prefill(tokens[None, :-1], fresh)
-        for layer, expected in ((cache.blocks[2], fresh.blocks[2]), (cache.layers[0], fresh.layers[0])):
+        for layer, expected in zip(
+            [*cache.blocks[2], cache.layers[0]], [*fresh.blocks[2], fresh.layers[0]], strict=True
+        ):
             actual = layer.keys[row, :, : len(tokens) - 1]
             torch.testing.assert_close(actual, expected.keys[0], atol=1e-4, rtol=1e-3)
 
@@ -127,7 +129,7 @@ def test_a_cache_that_others_decoded_with_is_made_fit(tiny_llama):
     assert not cache.blocks
     third = layerskip.generate(model, second, exit_layer=2, max_new_tokens=6, **keywords)
     assert torch.equal(third, model.generate(prompt, do_sample=False, max_new_tokens=18))
-    assert cache.blocks[2].length == cache.length
+    assert [layer.length for layer in cache.blocks[2]] == [cache.length] * 2
     alone = layerskip.generate(model, third, exit_layer=1, max_new_tokens=4, **keywords)
     assert torch.equal(alone, model.generate(prompt, do_sample=False, max_new_tokens=22))
 
@@ -142,7 +144,7 @@ def test_a_sample_is_the_plain_loops_with_the_same_noise(tiny_llama):
 
 def test_auto_keeps_to_the_exit_that_has_a_block(tiny_llama):
     """Another exit would draft tokens that the block never sees."""
-    prepare(tiny_llama, Recipe(exits=(1, 2), adapter_block=True, max_dropout=0))
+    prepare(tiny_llama, Recipe(exits=(1, 2), adapter_blocks=1, max_dropout=0))
     assert len(known_exits(tiny_llama)) == 1
 
 
@@ -162,7 +164,7 @@ def test_only_the_block_learns_and_the_checkpoint_carries_it(tmp_path):
     plain, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert all(torch.equal(weight, original.get_parameter(name)) for name, weight in plain.named_parameters())
-    assert isinstance(adapter_at(plain, 1), ExitBlock)
+    assert isinstance(adapter_at(plain, 1), ExitBlocks)
     assert measure_exits(plain, [text()], [1])[1].overlap > before + 0.05
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {weight.dtype for weight in adapter_at(half, 1).parameters()} == {torch.bfloat16}
@@ -173,7 +175,7 @@ def test_layers_that_a_frozen_targets_exits_do_not_need_are_not_run(own_text):
     """Loss and gradient are those of the exit; the layers above it cost nothing."""
     model = tiny.llama()
     recipe = Recipe.preset(
-        "frozen-target", exits=(1,), adapter_rank=None, adapter_block=True, self_distillation=1.0 if own_text else 0.0
+        "frozen-target", exits=(1,), adapter_rank=None, adapter_blocks=1, self_distillation=1.0 if own_text else 0.0
     )
     handle = prepare(model.train(), recipe)
     ran = []
@@ -192,18 +194,18 @@ def test_layers_that_a_frozen_targets_exits_do_not_need_are_not_run(own_text):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3", "phi3"])
-def test_the_draft_is_a_model_of_one_layer_more(name, tmp_path):
+def test_the_draft_is_a_model_whose_last_layers_are_the_blocks(name, tmp_path):
     model = with_block(tiny.architecture(name))
     draft = export_draft(model, 2, tmp_path)
-    assert draft.config.get_text_config(decoder=True).num_hidden_layers == 3
+    assert draft.config.get_text_config(decoder=True).num_hidden_layers == 4
     expected = dict(ExitReader(model, [2]).read(text())[1])[2]
     torch.testing.assert_close(draft(input_ids=text()).logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_two_kinds_of_adapter_are_one_too_many():
-    with pytest.raises(ValueError, match="give one"):
-        Recipe(adapter_block=True, adapter_rank=8)
-    with pytest.raises(ValueError, match="adapter_block"):
+    with pytest.raises(ValueError, match="set one of them"):
+        Recipe(adapter_blocks=1, adapter_rank=8)
+    with pytest.raises(ValueError, match="adapter_blocks"):
         Recipe(freeze_model=True)
 
 
@@ -211,4 +213,4 @@ def test_a_layer_that_cannot_be_copied_is_refused():
     with torch.device("meta"):
         model = tiny.llama()
     with pytest.raises(UnsupportedModelError, match="floating-point dtype"):
-        attach_adapters(model, [2], "block")
+        attach_adapters(model, [2], blocks=1)

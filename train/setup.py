@@ -112,7 +112,8 @@ def _hang_recipe(
     reference: "PreTrainedModel | None",
 ) -> "tuple[Evaluator, Handle]":
     """Time the bare model's stages, then hang the recipe on it. `TrainingError` if it has no stages."""
-    drop_other_adapters(model, config.recipe.trained_exits(num_layers(model)), config.recipe.adapter)
+    recipe = config.recipe
+    drop_other_adapters(model, recipe.trained_exits(num_layers(model)), recipe.adapter_rank, recipe.adapter_blocks)
     try:
         adapters_of(model)
         draft_vocabulary_of(model)  # now: what it resumed from may be pruned by the time it is saved

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.checkpoint.settings import AUTO, Setting, carried, tuned_setting
-from layerskip.model.adapters import has_block
+from layerskip.model.adapters import num_blocks
 from layerskip.model.anatomy import num_layers
 from layerskip.model.stages import Stages
 from layerskip.training.recipe import Recipe
@@ -43,8 +43,8 @@ def known_exits(model: PreTrainedModel) -> list[KnownExit]:
         shallow = {max(1, round(layers * share)) for share in (1 / 10, 1 / 5, 1 / 3)}
         return [_untaught(exit_layer) for exit_layer in sorted(shallow) if exit_layer < layers]
     best_first = sorted(found, key=lambda known: -_promise(known, layers))
-    if any(has_block(model, known.exit_layer) for known in found):
-        return best_first[:1]  # a block must see every token, also those that another exit would draft
+    if any(num_blocks(model, known.exit_layer) for known in found):
+        return best_first[:1]  # blocks must see every token, also those that another exit would draft
     return sorted(best_first[:MOST], key=lambda known: known.exit_layer)
 
 

@@ -1,15 +1,15 @@
 """Exit adapters: what the draft learns beside the model, or instead of it (`Recipe.freeze_model`).
 
     low-rank    exit E drafts from  head(norm(x_E + up(silu(down(rms(x_E))))))    the identity at first (`up` is zero)
-    a block     exit E drafts from  head(norm(block(x_E)))                        at first a copy of layer E, which
-                                                                                  it then takes the place of
+    blocks      exit E drafts from  head(norm(blocks(x_E)))                       at first copies of the layers that
+                                                                                  follow, whose places they take
 
 Verification still runs layers [E:L) on x_E itself, so an adapter can only make drafts better or worse, never the
 output. It spares the layers below it the work of speaking the head's language, which they would otherwise learn at
 the cost of the layers above. A block costs a draft one more layer, and sees the tokens before: it can copy from them.
 
 They live beside the model's weights in a file of their own, so that the checkpoint stays an ordinary one: `config.json`
-says which exits have one ("layerskip": {"adapters": {"rank", "exits"}}, or {"adapters": {"block": true, "exits"}}).
+says which exits have one ("layerskip": {"adapters": {"rank", "exits"}}, or {"adapters": {"blocks", "exits"}}).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,40 +45,57 @@ class ExitAdapter(nn.Module):
         self.up = nn.Linear(rank, hidden_size, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Whatever else layer E would be given does not matter here."""
+    def forward(self, hidden: Tensor, given: Sequence[Given] = ()) -> Tensor:
         # Normalised first: residual streams grow with depth and differ between families. `down` scales enough.
         return hidden + self.up(F.silu(self.down(F.rms_norm(hidden, hidden.shape[-1:])))).to(hidden.dtype)
 
 
-class ExitBlock(nn.Module):
-    """A decoder layer of the model's own kind that drafts run in the place of layer E; a copy of it when new.
+class Given(NamedTuple):
+    """What a forward gave a decoder layer: hidden states, and whatever else layers of its kind take."""
 
-    It is given what layer E would be given (masks, rotary, a cache), and keeps keys and values of its own.
+    hidden: Tensor  # (batch, length, hidden_size)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ExitBlocks(nn.Module):
+    """Decoder layers of the model's own kind that drafts run in the places of layers [E:E+n); copies of them when new.
+
+    They are given what those layers would be given (masks, rotary, a cache), and keep keys and values of their own.
 
     Raises:
-        UnsupportedModelError: if the layer's weights are quantised or elsewhere, so that no copy of it can learn.
+        UnsupportedModelError: if a layer's weights are quantised or elsewhere, so that no copy of it can learn.
+        ValueError: if there are fewer than n layers from E on.
     """
 
-    def __init__(self, model: PreTrainedModel, exit_layer: int) -> None:
+    def __init__(self, model: PreTrainedModel, exit_layer: int, number: int) -> None:
         super().__init__()
-        layer = decoder_layers(model)[exit_layer]
-        if any(not weight.is_floating_point() or weight.is_meta for weight in layer.parameters()):
-            raise UnsupportedModelError(
-                f"layer {exit_layer} of this {type(model).__name__} is quantised or offloaded, and an exit's block is "
-                "a copy of it: load the model in a floating-point dtype on one device"
+        layers = decoder_layers(model)
+        if exit_layer + number > len(layers):
+            raise ValueError(
+                f"{number} blocks at exit {exit_layer} are copies of the layers that follow, of which this model has "
+                f"{len(layers) - exit_layer}: take fewer blocks or an earlier exit"
             )
-        text_config = model.config.get_text_config(decoder=True)
-        kept: dict[int, Any] = {
-            id(config): config for config in (model.config, text_config)
-        }  # attention is chosen there
-        kept |= {id(hooks): type(hooks)() for hooks in _hooks_of(layer)}  # what hangs on the layer is not the copy's
-        self.layer = copy.deepcopy(layer, kept)
+        self.layers = nn.ModuleList(_copy(model, layers[exit_layer + i]) for i in range(number))
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(batch, n, hidden_size) after layer E-1, and layer E's other arguments -> the same shape."""
-        output = self.layer(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+    def forward(self, hidden: Tensor, given: Sequence[Given]) -> Tensor:
+        """(batch, n, hidden_size) after layer E-1, and what layers [E:E+n) were given -> the same shape."""
+        for layer, (_, args, kwargs) in zip(self.layers, given, strict=True):
+            output = layer(hidden, *args, **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+
+def _copy(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
+    if any(not weight.is_floating_point() or weight.is_meta for weight in layer.parameters()):
+        raise UnsupportedModelError(
+            f"the layers of this {type(model).__name__} are quantised or offloaded, and an exit's blocks are copies of "
+            "them: load the model in a floating-point dtype on one device"
+        )
+    # The configs stay shared, where attention is chosen; what hangs on the layer is not the copy's.
+    kept: dict[int, Any] = {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}
+    kept |= {id(hooks): type(hooks)() for hooks in _hooks_of(layer)}
+    return copy.deepcopy(layer, kept)
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
@@ -87,41 +104,65 @@ def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
     return [d[name] for d in inside for name in d if "_hooks" in name and name.startswith(("_forward", "_backward"))]
 
 
-Kind = int | Literal["block"]  # of an adapter: low-rank of this rank, or a block
-Adapters = nn.ModuleDict  # exit layer (as text) -> ExitAdapter or ExitBlock
+class Kind(NamedTuple):
+    """Of adapters: low-rank ones of this rank, or so many blocks."""
+
+    rank: int | None = None
+    blocks: int | None = None
+
+    def make(self, model: PreTrainedModel, exit_layer: int) -> nn.Module:
+        """A new one."""
+        if self.blocks is not None:
+            return ExitBlocks(model, exit_layer, self.blocks)
+        assert self.rank is not None
+        return ExitAdapter(model.config.get_text_config(decoder=True).hidden_size, self.rank)
+
+    def describe(self, exits: Sequence[int]) -> dict[str, Any]:
+        """What `config.json` says of them."""
+        return {**({"rank": self.rank} if self.blocks is None else {"blocks": self.blocks}), "exits": sorted(exits)}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" if self.blocks is None else f"blocks {self.blocks}"
 
 
-def attach_adapters(model: PreTrainedModel, exits: Sequence[int], kind: Kind, seed: int = 0) -> Adapters:
+Adapters = nn.ModuleDict  # exit layer (as text) -> ExitAdapter or ExitBlocks
+
+
+def attach_adapters(
+    model: PreTrainedModel, exits: Sequence[int], rank: int | None = None, blocks: int | None = None, seed: int = 0
+) -> Adapters:
     """Give `model` a trainable adapter at each exit, as a submodule, so that optimizers and engines find its
     parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept,
     if they are of this kind and at these exits; otherwise all are new.
 
+    Args:
+        exits: exit layers, 1 .. L-1.
+        rank: of low-rank adapters; or
+        blocks: how many decoder layers of its own each exit has.
+
     Raises:
-        UnsupportedModelError: see `ExitBlock`.
+        UnsupportedModelError, ValueError: see `ExitBlocks`.
     """
-    drop_other_adapters(model, exits, kind)
+    kind = Kind(rank, blocks)
+    drop_other_adapters(model, exits, rank, blocks)
     if (adapters := adapters_of(model)) is None:
         adapters = _new(model, exits, kind, seed)
     adapters.requires_grad_(True)
     model.add_module(_ATTRIBUTE, adapters)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     model._keys_to_ignore_on_save = {*ignored, *(f"{_ATTRIBUTE}.{name}" for name in adapters.state_dict())}
-    carry(model.config, adapters=_description(exits, kind))
+    carry(model.config, adapters=kind.describe(exits))
     return adapters
 
 
-def _description(exits: Sequence[int], kind: Kind) -> dict[str, Any]:
-    """What `config.json` says of adapters."""
-    return {**({"block": True} if kind == "block" else {"rank": kind}), "exits": sorted(exits)}
-
-
-def drop_other_adapters(model: PreTrainedModel, exits: Sequence[int] = (), kind: Kind | None = None) -> None:
+def drop_other_adapters(
+    model: PreTrainedModel, exits: Sequence[int] = (), rank: int | None = None, blocks: int | None = None
+) -> None:
     """Take off the adapters that `model` came with, unless they are of this kind at `exits`.
 
     They were made for the model as it was: one that is trained further without them must not name them in its config.
     """
-    kept = None if kind is None else _description(exits, kind)
-    if carried(model.config).get("adapters") in (None, kept):
+    if carried(model.config).get("adapters") in (None, Kind(rank, blocks).describe(exits)):
         return
     model._modules.pop(_ATTRIBUTE, None)
     _loaded.pop(model, None)
@@ -129,14 +170,9 @@ def drop_other_adapters(model: PreTrainedModel, exits: Sequence[int] = (), kind:
 
 
 def _new(model: PreTrainedModel, exits: Sequence[int], kind: Kind, seed: int) -> Adapters:
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    made = nn.ModuleDict()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for exit_layer in sorted(exits):
-            made[str(exit_layer)] = (
-                ExitBlock(model, exit_layer) if kind == "block" else ExitAdapter(hidden_size, int(kind))
-            )
+        made = nn.ModuleDict({str(exit_layer): kind.make(model, exit_layer) for exit_layer in sorted(exits)})
     return made.to(device_of(model))
 
 
@@ -165,9 +201,10 @@ def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:
     return adapters[str(exit_layer)] if adapters is not None and str(exit_layer) in adapters else None
 
 
-def has_block(model: PreTrainedModel, exit_layer: int) -> bool:
-    """Whether drafts of this exit run a block of their own, which needs keys and values of its own."""
-    return isinstance(adapter_at(model, exit_layer), ExitBlock)
+def num_blocks(model: PreTrainedModel, exit_layer: int) -> int:
+    """How many layers of their own drafts of this exit run, each with keys and values of its own."""
+    adapter = adapter_at(model, exit_layer)
+    return len(adapter.layers) if isinstance(adapter, ExitBlocks) else 0
 
 
 def find_adapters(config: PreTrainedConfig) -> Path | None:
@@ -185,20 +222,16 @@ def _load(model: PreTrainedModel) -> Adapters | None:
     if path is None:
         return None
     described = carried(model.config)["adapters"]
-    kind: Kind = "block" if described.get("block") else described["rank"]
+    kind = Kind(described.get("rank"), described.get("blocks"))
     adapters = _new(model, described["exits"], kind, 0)
     try:
         adapters.load_state_dict(load_file(path))
     except (RuntimeError, SafetensorError):  # other names or shapes, or no such file at all
         raise ValueError(
-            f"{path} does not hold the adapters that the checkpoint's config names ({_name(kind)} at exits "
+            f"{path} does not hold the adapters that the checkpoint's config names ({kind} at exits "
             f"{', '.join(map(str, described['exits']))}): copy the file that was saved with these weights"
         ) from None
     return adapters.eval().requires_grad_(False)
-
-
-def _name(kind: Kind) -> str:
-    return "blocks" if kind == "block" else f"rank {kind}"
 
 
 def save_adapters(

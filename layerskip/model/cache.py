@@ -178,17 +178,17 @@ class RollbackCache(_FullLayersCache):
         limit: positions that will never be exceeded, if known.
 
     Attributes:
-        blocks: exit layer -> the layer of the block that it drafts through, from its first draft on.
+        blocks: exit layer -> the layers of the blocks that it drafts through, from its first draft on.
     """
 
     def __init__(self, num_layers: int, capacity: int = 256, limit: int | None = None) -> None:
         super().__init__(layers=[RollbackLayer(capacity, limit) for _ in range(num_layers)])
-        self.blocks: dict[int, RollbackLayer] = {}
+        self.blocks: dict[int, list[RollbackLayer]] = {}
         self._size = capacity, limit
 
     @property
     def _all(self) -> list[RollbackLayer]:
-        return [*self.layers, *self.blocks.values()]
+        return [*self.layers, *(layer for block in self.blocks.values() for layer in block)]
 
     @property
     def length(self) -> int:
@@ -223,30 +223,36 @@ class RollbackCache(_FullLayersCache):
         what follows them is for nobody to look at."""
         for layer, others in zip(self.layers, other.layers, strict=True):
             layer.join(others, rows)
-        for exit_layer, layer in self.blocks.items():
-            layer.join(other.blocks.get(exit_layer) or RollbackLayer(*self._size), rows)
+        for exit_layer, blocks in self.blocks.items():
+            for layer, others in zip(blocks, other._blocks_of(exit_layer, len(blocks)), strict=True):
+                layer.join(others, rows)
 
     def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots `sources` (n, m) of the rows (n,) to `targets` (n, m) in all layers."""
         for layer in self._all:
             layer.move(rows[:, None], sources, targets)
 
-    def stage(self, start: int, stop: int, block: Block | None = None, stands_in: bool = False) -> StageCache:
-        """What layers [start:stop) see of this cache; `stands_in`: and the block in the place of layer `stop`, which
-        has a layer of its own."""
+    def stage(self, start: int, stop: int, block: Block | None = None, num_blocks: int = 0) -> StageCache:
+        """What layers [start:stop) see of this cache, and behind them so many blocks, whose layers are their own."""
         layers = self.layers
-        if stands_in:
-            own = self.blocks.setdefault(stop, RollbackLayer(*self._size))
-            layers = [*layers[:stop], own, *layers[stop + 1 :]]
+        if num_blocks:
+            layers = [*layers[:stop], *self._blocks_of(stop, num_blocks), *layers[stop + num_blocks :]]
         return StageCache(layers, start, stop, block)
 
-    def fit(self, exit_layer: int | None) -> None:
-        """Forget the layers of all blocks but this exit's (None: of all), and every position that this one has not
-        seen: what others decoded with this cache."""
-        self.blocks = {key: layer for key, layer in self.blocks.items() if key == exit_layer}
-        if exit_layer is not None:
-            seen = self.blocks.setdefault(exit_layer, RollbackLayer(*self._size)).length
-            self.rollback(min(seen, *(layer.length for layer in self.layers)))
+    def fit(self, exit_layer: int | None, num_blocks: int) -> None:
+        """Forget the layers of all blocks but this exit's, and every position that these have not seen: what others
+        decoded with this cache."""
+        if exit_layer is None or not num_blocks:
+            self.blocks = {}
+            return
+        own = self._blocks_of(exit_layer, num_blocks)
+        self.blocks = {exit_layer: own}
+        self.rollback(min(layer.length for layer in own))
+
+    def _blocks_of(self, exit_layer: int, number: int) -> list[RollbackLayer]:
+        if exit_layer not in self.blocks:
+            self.blocks[exit_layer] = [RollbackLayer(*self._size) for _ in range(number)]
+        return self.blocks[exit_layer]
 
 
 def check_own_cache(cache: RollbackCache, num_layers: int, prompts: list[int]) -> RollbackCache:

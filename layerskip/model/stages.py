@@ -6,8 +6,8 @@ not a second forward but a view of the model with another layer list:
     draft    embed -> [layers 0 .. E-1, Tap]                      -> norm, head    Tap keeps h_E
     verify   embed -> [Inject h_E, Skip x (E-1), layers E .. L-1] -> norm, head    Inject replaces the embeddings
 
-Where the exit has an adapter the Tap runs it. A block (`adapters.ExitBlock`) is a layer of the draft alone, with keys
-and values of its own: every token then passes through the draft.
+Where the exit has an adapter the Tap runs it. Blocks (`adapters.ExitBlocks`) are layers of the draft alone, with keys
+and values of their own: every token then passes through the draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from layerskip.model.adapters import ExitBlock, adapter_at, has_block
+from layerskip.model.adapters import ExitBlocks, adapter_at, num_blocks
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.model.block import Block, place
 from layerskip.model.cache import RollbackCache
@@ -66,16 +66,16 @@ class Stages:
         self._whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
         self.draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
         self._cuts: dict[int, tuple[nn.Module, Tap, nn.Module, Inject]] = {}
-        self._has_block = False
+        self._num_blocks = 0
         if self.exit_layer is not None:
             self.use(self.exit_layer)
 
     def use(self, exit_layer: int) -> None:
         """Cut at this exit layer from now on; between two rounds it may change, every layer then being as far. (Not
-        to or from an exit with a block, whose keys and values would miss what others drafted.)"""
+        to or from an exit with blocks, whose keys and values would miss what others drafted.)"""
         if exit_layer not in self._cuts:
             self._cuts[exit_layer] = self._cut(check_exit_layer(exit_layer, self.num_layers))
-        self.exit_layer, self._has_block = exit_layer, has_block(self.model, exit_layer)
+        self.exit_layer, self._num_blocks = exit_layer, num_blocks(self.model, exit_layer)
         self._early, self._tap, self._late, self._inject = self._cuts[exit_layer]
         if exit_layer not in _checks(self.model):
             self._self_check()
@@ -85,13 +85,16 @@ class Stages:
         layers, path = self._layers, self.anatomy.layers_path
         returns_tuple = layers_return_tuples(self.model)
         tap = Tap(layers[exit_layer], returns_tuple)
-        adapter = adapter_at(self.model, exit_layer)
-        if isinstance(adapter, ExitBlock):
-            adapter = Placed(adapter.layer, self.anatomy.sights[exit_layer], self._here)
-        tap.__dict__["adapter"] = adapter  # not a submodule: its parameters belong to the model
+        adapter, blocks = adapter_at(self.model, exit_layer), []
+        if isinstance(adapter, ExitBlocks):
+            sights = self.anatomy.sights[exit_layer:]
+            blocks = [Placed(layer, sight, self._here) for layer, sight in zip(adapter.layers, sights, strict=False)]
+            tap.__dict__["block"] = blocks[0]  # not a submodule: its parameters belong to the model
+        else:
+            tap.__dict__["adapter"] = adapter
         inject = Inject(layers[0], returns_tuple)
         skips = [Skip(layer, returns_tuple) for layer in layers[1:exit_layer]]
-        early = with_layers(self.model, path, [*layers[:exit_layer], tap])
+        early = with_layers(self.model, path, [*layers[:exit_layer], tap, *blocks[1:]])
         if self.draft_vocabulary is not None:
             self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
             early = with_draft_head(early, self.model, self.draft_vocabulary)
@@ -102,12 +105,12 @@ class Stages:
 
     def fit(self, cache: RollbackCache) -> None:
         """Make a cache that was decoded with before, perhaps from another exit, fit for these stages: where the exit
-        drafts through a block, positions that the block has not seen are forgotten."""
-        cache.fit(self.exit_layer if self._has_block else None)
+        drafts through blocks, positions that these have not seen are forgotten."""
+        cache.fit(self.exit_layer, self._num_blocks)
 
     def prefill(self, token_ids: Tensor, cache: RollbackCache) -> None:
-        """Run the whole model, and the exit's block, over (batch, n) tokens for their keys and values alone."""
-        if not self._has_block:
+        """Run the whole model, and the exit's blocks, over (batch, n) tokens for their keys and values alone."""
+        if not self._num_blocks:
             self._run(self.model, token_ids, cache, logits_to_keep=0)
             return
         _, hidden = self.draft(token_ids, cache)
@@ -127,7 +130,7 @@ class Stages:
             layer E-1 of all n positions (batch, n, hidden_size).
         """
         assert self.exit_layer is not None, "a whole model does not draft"
-        view = cache.stage(0, self.exit_layer, block, stands_in=self._has_block)
+        view = cache.stage(0, self.exit_layer, block, num_blocks=self._num_blocks)
         logits = self._run(self._early, token_ids, view, logits_to_keep)
         hidden, self._tap.hidden = self._tap.hidden, None
         assert hidden is not None
@@ -144,7 +147,7 @@ class Stages:
         """Run layers [E:L) over the hidden states (batch, n, hidden_size) that `draft` gave for (batch, n)
         tokens, or the whole model where there are none; return the model's logits (batch, n, vocab)."""
         n = token_ids.shape[1]
-        if hidden is None and self._has_block:
+        if hidden is None and self._num_blocks:
             _, hidden = self.draft(token_ids, cache, block=block)
         if self.exit_layer is None or hidden is None:
             return self._run(self._whole, token_ids, cache.stage(0, self.num_layers, block), n)

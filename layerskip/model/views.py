@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from layerskip.model.adapters import adapter_at
+from layerskip.model.adapters import Given, adapter_at, num_blocks
 from layerskip.model.anatomy import anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.model.block import Block, Sight
 
@@ -51,17 +51,16 @@ class Skip(StandIn):
 
 
 class Tap(StandIn):
-    """Keeps the hidden states and passes them on, through the exit's adapter where there is one, which is given all
-    that the layer is given."""
+    """Keeps the hidden states and passes them on, through the exit's adapter or the block in the layer's place."""
 
     adapter: nn.Module | None = None
+    block: nn.Module | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.hidden = hidden_states
-        if self.adapter is None:
-            return self.give(hidden_states)
-        output = self.adapter(hidden_states, *args, **kwargs)
-        return self.give(output[0] if isinstance(output, tuple) else output)
+        if self.block is not None:
+            return self.block(hidden_states, *args, **kwargs)
+        return self.give(hidden_states if self.adapter is None else self.adapter(hidden_states))
 
 
 class Inject(StandIn):
@@ -209,18 +208,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.reshard()  # type: ignore[operator]
 
 
-class Given(NamedTuple):
-    """What a forward gave layer E: the hidden states after layer E-1, and whatever else layers take."""
-
-    hidden: Tensor  # (batch, length, hidden_size)
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def through(self, adapter: nn.Module | None) -> Tensor:
-        """The hidden states as the exit's head sees them: (batch, length, hidden_size)."""
-        return self.hidden if adapter is None else adapter(self.hidden, *self.args, **self.kwargs)
-
-
 def listen(layer: nn.Module, keep: Callable[[Given], None]) -> RemovableHandle:
     """Tell `keep` what the layer is given at each of its forwards, before others' hooks change it."""
 
@@ -244,10 +231,11 @@ class ExitReader:
     def __init__(self, model: nn.Module, exits: Sequence[int]) -> None:
         self._model = unwrap(model)
         layers = decoder_layers(self._model)
-        self._layers = {e: layers[check_exit_layer(e, len(layers))] for e in sorted(set(exits))}
-        self._given: dict[int, Given] = {}  # exit -> what layer E was given
+        self._adapters = {e: adapter_at(self._model, check_exit_layer(e, len(layers))) for e in sorted(set(exits))}
+        self._places = {e: range(e, e + max(1, num_blocks(self._model, e))) for e in self._adapters}
+        self._layers = {i: layers[i] for places in self._places.values() for i in places}
+        self._given: dict[int, Given] = {}  # by layer
         self._head = Head(self._model)
-        self._adapters = {exit_layer: adapter_at(self._model, exit_layer) for exit_layer in self._layers}
 
     @torch.no_grad()
     def read(
@@ -260,7 +248,7 @@ class ExitReader:
             at a time so that only two sets of logits exist at once.
         """
         places = {} if position_ids is None else {"position_ids": position_ids}
-        hooks = [listen(layer, partial(self._given.__setitem__, e)) for e, layer in self._layers.items()]
+        hooks = [listen(layer, partial(self._given.__setitem__, i)) for i, layer in self._layers.items()]
         hooks += [layer.register_forward_hook(self._head.watch) for layer in self._layers.values()]
         try:
             logits = self._model(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
@@ -273,4 +261,6 @@ class ExitReader:
     def _exits(self) -> Iterator[tuple[int, Tensor]]:
         with gathered(self._model):
             for exit_layer, adapter in self._adapters.items():
-                yield exit_layer, self._head(self._given.pop(exit_layer).through(adapter))
+                given = [self._given[i] for i in self._places[exit_layer]]
+                yield exit_layer, self._head(given[0].hidden if adapter is None else adapter(given[0].hidden, given))
+        self._given.clear()

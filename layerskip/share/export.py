@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from layerskip.checkpoint.companion import write_json
 from layerskip.checkpoint.settings import KEY
-from layerskip.model.adapters import ExitAdapter, ExitBlock, adapter_at
+from layerskip.model.adapters import ExitAdapter, ExitBlocks, adapter_at, num_blocks
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.model.stages import SELF_CHECK_TOLERANCE, Stages
 from layerskip.model.views import with_layers
@@ -36,8 +36,8 @@ def export_draft(
 ) -> PreTrainedModel:
     """Write the draft of `model` into `folder`, in the model's dtype; its tokenizer is to be saved beside it.
 
-    What was written is loaded again and must give the exit's logits. An exit's adapter becomes one more layer: a
-    block is one, a low-rank adapter where that is exact (see `folding`). The head is whole, whatever draft vocabulary
+    What was written is loaded again and must give the exit's logits. An exit's blocks are its last layers; a low-rank
+    adapter becomes one more where that is exact (see `folding`). The head is whole, whatever draft vocabulary
     there is.
 
     Args:
@@ -58,9 +58,9 @@ def export_draft(
     config: PreTrainedConfig = copy.deepcopy(model.config)  # type: ignore[arg-type]
     layers = decoder_layers(model)[:exit_layer]
     adapter = adapter_at(model, exit_layer)
-    _cut(config.get_text_config(decoder=True), exit_layer + isinstance(adapter, ExitBlock))
-    if isinstance(adapter, ExitBlock):
-        layers = [*layers, adapter.layer]
+    _cut(config.get_text_config(decoder=True), exit_layer + num_blocks(model, exit_layer))
+    if isinstance(adapter, ExitBlocks):
+        layers = [*layers, *adapter.layers]
     elif isinstance(adapter, ExitAdapter):
         layers = fold_adapter(layers, adapter, config.get_text_config(decoder=True))
         _lengthen(config.get_text_config(decoder=True))

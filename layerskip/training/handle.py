@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.checkpoint.settings import carry
-from layerskip.model.adapters import Adapters, ExitAdapter, ExitBlock, attach_adapters, drop_other_adapters
+from layerskip.model.adapters import Adapters, ExitAdapter, ExitBlocks, Given, attach_adapters, drop_other_adapters
 from layerskip.model.anatomy import anatomy, decoder_layers, unwrap
-from layerskip.model.views import Given, Head, layers_return_tuples, listen
+from layerskip.model.views import Head, layers_return_tuples, listen
 from layerskip.training.curriculum import active_exits
 from layerskip.training.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
 from layerskip.training.loss import exit_weights, shifted_labels
@@ -54,18 +54,18 @@ class Handle:
         self._told, self._own_text, self._forwards = False, False, 0
         self._has_loss, self._warned = True, False
         self._keep: Tensor | None = None  # (L, rows) of the current micro-step
-        self._given: dict[int, Given] = {}  # exit -> what layer E was given
+        self._given: dict[int, Given] = {}  # by layer, from the exits on: what it was given
         self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
         self._head = Head(self.model)
         self._reference = Reference(self.model, reference) if recipe.reference_weight > 0 else None
         self.adapters: Adapters | None = None
         if recipe.freeze_model:
             self.model.requires_grad_(False)
-        if recipe.adapter is None:
+        if not recipe.has_adapters:
             drop_other_adapters(self.model)
         else:
             exits = recipe.trained_exits(self.num_layers)
-            self.adapters = attach_adapters(self.model, exits, recipe.adapter, recipe.seed)
+            self.adapters = attach_adapters(self.model, exits, recipe.adapter_rank, recipe.adapter_blocks, recipe.seed)
         self._shortcut = Shortcut(layers, recipe.freeze_model and layers_return_tuples(self.model))
         self._base_loss = self.model.loss_function
         self._hang(layers)
@@ -134,9 +134,10 @@ class Handle:
         if self.recipe.max_dropout > 0:
             for index, layer in enumerate(layers):
                 self._hooks += DropoutHooks(layer, partial(self._decide, index)).handles
-        for exit_layer in self.recipe.trained_exits(self.num_layers):
-            self._hooks.append(listen(layers[exit_layer], partial(self._tap, exit_layer)))
-            self._hooks.append(layers[exit_layer].register_forward_hook(self._head.watch))
+        exits, blocks = self.recipe.trained_exits(self.num_layers), self.recipe.adapter_blocks or 1
+        for index in sorted({exit_layer + i for exit_layer in exits for i in range(blocks)}):
+            self._hooks.append(listen(layers[index], partial(self._tap, index)))
+            self._hooks.append(layers[index].register_forward_hook(self._head.watch))
         if self.recipe.freeze_model:
             self._hooks.append(self.model.register_forward_hook(self._end, always_call=True))
         self.model.loss_function = self._loss
@@ -194,9 +195,13 @@ class Handle:
             self._keep = keep_decisions(self.dropout_rates, rows, recipe.seed, *place, per=recipe.dropout_per)
         return Decision(self._keep[layer], 1 / (1 - rate) if recipe.dropout_rescale and rate < 1 else 1.0)
 
-    def _tap(self, exit_layer: int, given: Given) -> None:
-        if self.model.training and (exit_layer in self.active_exits or self.recipe.adapter == "block"):
-            self._given[exit_layer] = given
+    def _tap(self, index: int, given: Given) -> None:
+        if self.model.training:
+            self._given[index] = given
+
+    def _given_at(self, exit_layer: int) -> list[Given]:
+        """What the layer after an exit was given, or the layers whose places its blocks take."""
+        return [self._given[exit_layer + i] for i in range(self.recipe.adapter_blocks or 1)]
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         """The model's loss function while the recipe hangs on it: (batch, length, vocab) logits of the last layer."""
@@ -227,7 +232,9 @@ class Handle:
             self.reference_loss = guard.detach()
             total = total + self.recipe.reference_weight * guard
         assert isinstance(total, Tensor)
-        return total + 0.0 * self._idle(logits)
+        total = total + 0.0 * self._idle(logits)
+        self._given.clear()
+        return total
 
     def _idle(self, logits: Tensor) -> Tensor | float:
         """A sum over what the step's loss does not depend on, where an engine would miss its gradient."""
@@ -239,7 +246,8 @@ class Handle:
                 if isinstance(adapter, ExitAdapter):
                     idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
                 else:
-                    idle = idle + self._given.pop(int(exit_layer)).through(adapter).sum()
+                    given = self._given_at(int(exit_layer))
+                    idle = idle + adapter(given[0].hidden, given).sum()
         trained = not self.recipe.freeze_model and hasattr(next(self.model.parameters()), "ds_id")
         if trained and self.num_layers not in self.losses:
             # ZeRO-3 would step the layers above the deepest exit by the gradient they got the last time.
@@ -261,11 +269,13 @@ class Handle:
         self, exit_layer: int, last_logits: Tensor, positions: Positions, chunks: int, recompute: bool
     ) -> Tensor:
         adapter = None if self.adapters is None else self.adapters[str(exit_layer)]
-        given = self._given.pop(exit_layer)
-        whole = isinstance(adapter, ExitBlock)  # its attention reads all positions; others take them chunk by chunk
+        given, head = self._given_at(exit_layer), self._head
+        hidden = given[0].hidden
+        if isinstance(adapter, ExitBlocks):  # their attention reads all positions; others take them chunk by chunk
+            hidden, adapter = adapter(hidden, given), None
         return exit_loss(
-            given.through(adapter) if whole else given.hidden,
-            self._head if whole or adapter is None else lambda hidden: self._head(adapter(hidden)),
+            hidden,
+            head if adapter is None else lambda states: head(adapter(states)),
             last_logits,
             positions,
             chunks,

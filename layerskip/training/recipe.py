@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from layerskip.training.presets import PRESETS
 
@@ -30,7 +30,7 @@ _RANGES: dict[str, tuple[bool, float | None]] = {
     "distillation_temperature": (False, None),
     "reference_weight": (True, None),
 }
-_COUNTS = ("curriculum_stride", "total_steps", "adapter_rank")
+_COUNTS = ("curriculum_stride", "total_steps", "adapter_rank", "adapter_blocks")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Recipe:
     distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
     reference_weight: float = 0.0  # weight of KL(original model || last layer), which guards the model's quality
     adapter_rank: int | None = None  # each exit drafts through a low-rank adapter of this rank; None: none
-    adapter_block: bool = False  # instead: through a decoder layer of its own, at first a copy of the one that follows
+    adapter_blocks: int | None = None  # or through so many decoder layers of its own, at first copies of those after it
     freeze_model: bool = False  # train nothing but those adapters: the model itself stays bit for bit what it was
     total_steps: int | None = None  # T, optimizer steps; needed by rising, falling and gradual
     seed: int = 0  # of the dropout decisions and of the positions
@@ -81,14 +81,14 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is out of range: 1 or more")
-        if self.adapter_block and self.adapter_rank is not None:
+        if self.adapter_blocks is not None and self.adapter_rank is not None:
             raise ValueError(
-                f"adapter_block and adapter_rank={self.adapter_rank} are two kinds of adapter: give one, "
-                "adapter_rank=null for a block"
+                f"adapter_blocks={self.adapter_blocks} and adapter_rank={self.adapter_rank} are two kinds of adapter: "
+                "set one of them to null"
             )
-        if self.freeze_model and self.adapter is None:
+        if self.freeze_model and not self.has_adapters:
             raise ValueError(
-                "freeze_model leaves only adapters to train: give adapter_block=true, or adapter_rank, for example 128"
+                "freeze_model leaves only adapters to train: give adapter_blocks, for example 1, or adapter_rank"
             )
         if self.freeze_model and (self.max_dropout or self.reference_weight):
             raise ValueError(
@@ -110,9 +110,9 @@ class Recipe:
             raise ValueError(f"exits={self.exits!r} is no list of whole numbers: write it as (1, 2)")
 
     @property
-    def adapter(self) -> int | Literal["block"] | None:
-        """The kind of adapter that exits draft through: low-rank of this rank, a block, or none."""
-        return "block" if self.adapter_block else self.adapter_rank
+    def has_adapters(self) -> bool:
+        """Whether exits draft through adapters, of either kind."""
+        return (self.adapter_rank, self.adapter_blocks) != (None, None)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Recipe:
