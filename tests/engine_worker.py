@@ -1,6 +1,6 @@
 """One process of a distributed test: `python -m tests.engine_worker FOLDER ENGINE ...`.
 
-Trains VARIANTS of a tiny model under each engine, one after the other, on the same batches and as `train/loop.py`
+Trains VARIANTS of a tiny model under each engine, one after the other, on the same batches and as `train/step.py`
 does. What came of it is in FOLDER/ENGINE: VARIANT.pt (by the first process), VARIANT.rows-RANK.pt, and the finished
 checkpoint VARIANT/. RANK, WORLD_SIZE and MASTER_PORT are in the environment, as torchrun puts them there; without
 them this is the run that the others must equal.

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from train import checkpoint, loop
+from train import checkpoint, step
 from train.command import main
 
 
@@ -23,14 +23,14 @@ def kill() -> None:
 def kill_at(place: str, number: int) -> None:
     """Have the run die at step `number`, or while that step's checkpoint is written."""
     if place == "step":
-        seed_step = loop.seed_step
+        seed_step = step.seed_step
 
-        def dying(seed: int, step: int, rank: int) -> None:
-            if step == number:
+        def dying(seed: int, at: int, rank: int) -> None:
+            if at == number:
                 kill()
-            seed_step(seed, step, rank)
+            seed_step(seed, at, rank)
 
-        loop.seed_step = dying
+        step.seed_step = dying
     else:
         flush = checkpoint.flush
 

@@ -6,7 +6,7 @@
       optimizer.pt, or engine/                           AdamW's state; for sharded engines all they need
       state.json                                         step and tokens, and the size of every file here
 
-No state of random generators: each step seeds them from (seed, step, rank), see `loop.py`.
+No state of random generators: each step seeds them from (seed, step, rank), see `step.py`.
 """
 
 import json

@@ -67,12 +67,7 @@ def continue_prompts(
         seeds: one for each row, to sample as `sampling` says; None is greedy.
         min_new_tokens: no end before this many.
     """
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), padding, device=model.device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt.to(model.device)
-        mask[row, longest - len(prompt) :] = 1
+    ids, mask = _padded(prompts, padding, model.device)
     training = model.training
     model.eval()
     try:
@@ -93,7 +88,18 @@ def continue_prompts(
         )
     finally:
         model.train(training)
-    return [cut_after(row[longest:], ends) for row in output.cpu()]
+    return [cut_after(row[ids.shape[1] :], ends) for row in output.cpu()]
+
+
+def _padded(prompts: Sequence[Tensor], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts as rows that end together, and the mask that leaves out what fills them up: (rows, longest) each."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), padding, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt.to(device)
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
 
 
 def cut_after(tokens: Tensor, ends: Sequence[int]) -> Tensor:
