@@ -34,6 +34,12 @@ def test_presets_are_read_below_the_sections_own_values(tmp_path):
         load_config(path, ["recipe.preset=paper-finetun"])
 
 
+def test_a_preset_on_the_command_line_takes_the_place_of_the_files_recipe():
+    quickstart = TINY.with_name("quickstart.yaml")  # its recipe drops layers, which a frozen model cannot
+    settings = ["recipe.preset=frozen-target", "recipe.adapter_rank=16"]
+    assert load_config(quickstart, settings).recipe == Recipe.preset("frozen-target", adapter_rank=16, total_steps=500)
+
+
 @pytest.mark.parametrize("name", ["paper-scratch", "dont-drop-dropout", "self-distill"])
 def test_presets_train(train_tiny, tmp_path, name):
     config = tmp_path / "config.yaml"

@@ -25,10 +25,14 @@ _USAGE = """accelerate launch [--config_file configs/accelerate/ddp.yaml] train 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """The checked settings of a run: defaults <- the YAML file `path` <- `overrides` (`section.key=value`).
 
-    What depends on another section is filled in here: the run's name and folder, and the recipe's seed and
-    total_steps. Raises `ConfigError`, one line, without having loaded torch.
+    A preset among the overrides takes the place of the file's whole recipe: mixed with it, it would be neither. What
+    depends on another section is filled in here: the run's name and folder, and the recipe's seed and total_steps.
+    Raises `ConfigError`, one line, without having loaded torch.
     """
-    values = apply_overrides(read_yaml(path), overrides)
+    values, given = read_yaml(path), apply_overrides({}, overrides)
+    if isinstance(given.get("recipe"), dict) and given["recipe"].get("preset") is not None:
+        values.pop("recipe", None)
+    values = apply_overrides(values, overrides)
     for section in [f.name for f in dataclasses.fields(TrainConfig)]:
         values.setdefault(section, {})
     values["recipe"] = _with_preset(values["recipe"])
@@ -75,7 +79,7 @@ def describe_settings() -> str:
         comments = dict(re.findall(r"^    (\w+): .*?#\s*(.+)$", source, flags=re.MULTILINE))
         lines.append(f"\n{section.name}:")
         if section.name == "recipe":
-            lines.append(f"  {'preset=':<34} start from one of {', '.join(PRESETS)}; what is set here goes on top")
+            lines.append(f"  {'preset=':<34} start from one of {', '.join(PRESETS)}; what is set beside it goes on top")
         for f in dataclasses.fields(kind):
             default = "" if f.default in (None, dataclasses.MISSING) else f.default
             lines.append(f"  {f.name + '=' + str(default):<34} {comments[f.name]}")
