@@ -15,6 +15,7 @@ from layerskip.decode.stopping import StopRule
 from layerskip.draft.drafters import drafter_for
 from layerskip.draft.remembered import adaptive_for
 from layerskip.exact.sampling import Sampler
+from layerskip.model.adapters import attach_adapters
 from layerskip.model.rows import Rows
 from layerskip.model.stages import Stages
 from tests import tiny
@@ -88,6 +89,15 @@ CASES = [("llama", way) for way in WAYS] + [("gemma3", "dynamic tree"), ("gemma3
 def test_every_row_is_continued_as_it_is_alone(name, way):
     model, rows = tiny.architecture(name, seed=1), newcomers(9, 1, Sampler())
     assert continuously(model, WAYS[way], rows, 1) == [alone(model, row) for row in rows]
+
+
+@pytest.mark.parametrize("way", ["chain", "tree", "branch"])
+def test_rows_that_join_pass_through_an_exits_blocks(way, tiny_llama):
+    """They are what they are alone, and the cache holds as many positions of the blocks as of the layers (or it could
+    not be rolled back to all that was committed)."""
+    attach_adapters(tiny_llama, [2], blocks=2)
+    rows = newcomers(9, 1, Sampler())
+    assert continuously(tiny_llama, WAYS[way], rows, 1) == [alone(tiny_llama, row) for row in rows]
 
 
 @pytest.mark.parametrize("way", ["dynamic tree", "hybrid"])

@@ -29,6 +29,7 @@ from layerskip.checkpoint.settings import carry
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 from layerskip.draft import adaptive, remembered
 from layerskip.exact.noise import gumbel
+from layerskip.model.adapters import attach_adapters, save_adapters
 from tests import tiny
 
 CASES = int(os.environ.get("LAYERSKIP_PROPERTY_CASES", 3 * len(tiny.ARCHITECTURES)))
@@ -277,14 +278,19 @@ FOUND = {
 
 @functools.cache
 def model_of(architecture: str):
-    """A tiny model whose checkpoint carries a draft vocabulary, 24 of its 64 tokens, or 5; and, of two in three, what
-    its exits are worth, so that "auto" drafts from them."""
+    """A tiny model whose checkpoint carries a draft vocabulary, 24 of its 64 tokens, or 5; of two in three, what its
+    exits are worth, so that "auto" drafts from them; of every other one, a block for each exit."""
     folder = Path(tempfile.mkdtemp(prefix="layerskip-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model, number = tiny.architecture(architecture), list(tiny.ARCHITECTURES).index(architecture)
     if number % 3:
         carry(model.config, exits={str(e): {"agreement": 0.8, "overlap": 0.8} for e in range(1, tiny.NUM_LAYERS)})
+    if number % 2:
+        with torch.no_grad():
+            for weight in attach_adapters(model, range(1, tiny.NUM_LAYERS), blocks=1).parameters():
+                weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape)
     model.save_pretrained(folder)
+    save_adapters(model, folder)
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(number))[: 5 if number % 4 == 0 else 24]
     store_draft_vocabulary(folder, ids.sort().values)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
