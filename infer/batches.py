@@ -12,8 +12,9 @@ from torch import Tensor
 import layerskip
 from infer.errors import InputError
 from infer.grammar import compile_grammar, unfinished
-from infer.loading import Loaded, load_to_decode
+from infer.loading import Loaded
 from infer.options import DecodingOptions, ModelOptions
+from infer.setting import load_to_decode
 from infer.speculation import in_flags
 from infer.streaming import check_room
 from infer.tally import Tally

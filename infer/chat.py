@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from infer.conversation import Conversation, check_system
     from infer.dialogue import Dialogue
-    from infer.loading import load_to_decode
+    from infer.setting import load_to_decode
 
     loaded, setting = load_to_decode(
         ModelOptions.read(arguments),

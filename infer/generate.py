@@ -121,7 +121,7 @@ def generate(
     """
     import torch  # here, so that wrong flags are told before seconds of imports
 
-    from infer.loading import load_to_decode
+    from infer.setting import load_to_decode
     from infer.streaming import Splitter, stream
     from infer.tally import Tally
 

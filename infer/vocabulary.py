@@ -145,7 +145,7 @@ def candidates(
     loaded: "Loaded", halves: tuple["Tensor", "Tensor"], sizes: Sequence[int], exit_layer: int | None
 ) -> list[Candidate]:
     """What each size covers and costs."""
-    from infer.loading import choose_setting
+    from infer.setting import choose_setting
     from layerskip.checkpoint.vocabulary import coverage, most_frequent
     from layerskip.draft.exits import first_exit
     from layerskip.model.anatomy import decoder_layers

@@ -12,7 +12,8 @@ from infer.serving.arrivals import ClosedLoop, OpenLoop
 from infer.serving.engines import LoopEngine, PlainEngine
 from infer.serving.level import run_level
 from infer.serving.report import draw, pays_line
-from infer.serving.worker import Request, Worker
+from infer.serving.request_queue import Request
+from infer.serving.worker import Worker
 from layerskip.checkpoint.settings import Setting
 from tests import tiny
 from tests.programs import run

@@ -11,7 +11,8 @@ import pytest
 from infer.serving.arrivals import Arrivals, ClosedLoop, OpenLoop, SkippingClock, poisson
 from infer.serving.level import run_level
 from infer.serving.metrics import Objective, percentile, summarize
-from infer.serving.worker import Request, RequestQueue, Worker
+from infer.serving.request_queue import Request, RequestQueue
+from infer.serving.worker import Worker
 
 
 class Simulation:

@@ -8,8 +8,9 @@ from infer.benchmark import BenchmarkOptions
 from infer.benchmarking.arms import Arm, coupled, plain, plain_loop, self_speculative
 from infer.benchmarking.rivals import assistant_early_exit, assistant_model, cache_bytes, compiled, prompt_lookup
 from infer.errors import InputError
-from infer.loading import Loaded, check_tree, choose_setting, load
+from infer.loading import Loaded, load
 from infer.options import ModelOptions
+from infer.setting import check_tree, choose_setting
 from infer.speculation import in_flags
 from layerskip.checkpoint.settings import AUTO, DEFAULT_NUM_DRAFT_TOKENS, Setting
 from layerskip.draft.exits import first_exit

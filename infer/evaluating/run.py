@@ -10,8 +10,9 @@ from infer.evaluating import report as evaluation_report
 from infer.evaluating.text import measure_text
 from infer.evaluation import EvaluateOptions
 from infer.files import write_record
-from infer.loading import Loaded, choose_setting, load
+from infer.loading import Loaded, load
 from infer.options import ModelOptions
+from infer.setting import choose_setting
 from infer.terminal import Terminal
 from infer.tuning.evidence import candidates
 from layerskip.checkpoint.settings import Setting

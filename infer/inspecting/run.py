@@ -9,8 +9,9 @@ from infer.inspecting import table as inspection_table
 from infer.inspecting.picture import Picture, decode_watched, read_layers
 from infer.inspecting.words import Words
 from infer.inspection import MAX_TOKENS, InspectOptions
-from infer.loading import Loaded, load_to_decode
+from infer.loading import Loaded
 from infer.options import ModelOptions
+from infer.setting import load_to_decode
 from infer.streaming import check_room
 from infer.terminal import Terminal
 from layerskip.checkpoint.settings import Setting

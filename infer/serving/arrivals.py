@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from infer.serving.worker import Clock, Request, RequestQueue
+from infer.serving.request_queue import Clock, Request, RequestQueue
 
 Prompt = tuple[int, ...]  # token ids
 

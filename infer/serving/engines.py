@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from infer.serving.worker import Request, Worker
+from infer.serving.request_queue import Request
+from infer.serving.worker import Worker
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.choice import Choice
 from layerskip.decode.decoding import Stop, decode

@@ -6,7 +6,8 @@ from functools import partial
 from time import perf_counter
 
 from infer.serving.arrivals import Arrivals, Level, OpenLoop, PlannedQueue, Prompt, SkippingClock
-from infer.serving.worker import Clock, Engine, Request, RequestQueue, Worker
+from infer.serving.request_queue import Clock, Request, RequestQueue
+from infer.serving.worker import Engine, Worker
 
 
 @dataclass

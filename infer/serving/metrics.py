@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.serving.worker import Request
+from infer.serving.request_queue import Request
 
 _PERCENTILES = (("median", 0.5), ("p95", 0.95), ("p99", 0.99))
 

@@ -24,7 +24,8 @@ from infer.serving.level import Outcome, run_level
 from infer.serving.metrics import summarize
 from infer.serving.options import LoadOptions
 from infer.serving.report import draw, record, show
-from infer.serving.worker import Engine, Request
+from infer.serving.request_queue import Request
+from infer.serving.worker import Engine
 from infer.speculation import in_flags
 from infer.terminal import Advance, Terminal
 from layerskip.checkpoint.settings import Setting

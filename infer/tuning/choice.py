@@ -8,8 +8,8 @@ from typing import Any
 from infer.loading import Loaded
 from infer.options import ModelOptions
 from infer.tune import TuneOptions
-from layerskip.checkpoint.companion import write_json
 from layerskip.checkpoint.settings import KEY, Setting, store_setting
+from layerskip.checkpoint.whole_files import write_json
 from layerskip.forecast import Forecast, tree_name
 from layerskip.share.card import write_model_card
 

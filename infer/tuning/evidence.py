@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from infer.batches import answers
 from infer.errors import InputError
-from infer.loading import Loaded, check_tree
+from infer.loading import Loaded
+from infer.setting import check_tree
 from infer.terminal import Advance, Terminal
 from infer.tune import TuneOptions
 from infer.tuning.choice import OFF

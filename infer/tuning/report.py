@@ -1,84 +1,16 @@
-"""What `tune` found: tables for people, a record for machines, a picture."""
+"""What `tune` found, for people: tables, the choice in a line, a picture."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.benchmarking import report
 from infer.conditions import describe
 from infer.terminal import Terminal
 from layerskip.forecast import tree_name
 
-if TYPE_CHECKING:
-    from infer.tuning.evidence import Evidence
-    from layerskip.checkpoint.settings import Setting
-    from layerskip.forecast import Costs
-
 COLUMNS = ("rank", "exit", "drafts", "head", "agreement", "1 - TV", "accepted", "forecast", "9 in 10")
 _SHOWN = 8  # best settings in the table, and the best of every exit besides
-
-
-def record(
-    name: str,
-    conditions: dict[str, Any],
-    evidence: "Evidence",
-    confirmed: Sequence[dict[str, Any]],
-    setting: "Setting",
-    reason: str,
-) -> dict[str, Any]:
-    """For JSON: what was measured, every forecast, best first, what was confirmed, and the choice."""
-    exits = []
-    for exit_layer in sorted(evidence.measured)[:-1]:  # the last one is the model itself
-        whole = evidence.measured[exit_layer]
-        heads = [("whole", whole), *([("cut", whole.cut)] if whole.cut is not None else [])]
-        for head, measured in heads:
-            lengths = [
-                _rounded(measured.mean_acceptance_length(n, conditions["temperature"] > 0))
-                for n in sorted({each.num_draft_tokens for each in evidence.forecasts if each.tree is None})
-            ]
-            numbers = {"agreement": measured.agreement, "overlap": measured.overlap}
-            exits.append(
-                {"exit_layer": exit_layer, "head": head}
-                | {key: _rounded(value) for key, value in numbers.items()}
-                | {"mean_acceptance_length": lengths, "num_tokens": measured.num_tokens}
-            )
-    forecasts = [
-        {
-            "exit_layer": forecast.exit_layer,
-            "num_draft_tokens": forecast.num_draft_tokens,
-            "tree": forecast.tree,
-            "head": "cut" if evidence.has_vocabulary and forecast.draft_vocabulary else "whole",
-            "mean_acceptance_length": _rounded(forecast.mean_acceptance_length),
-            "speedup": _rounded(forecast.speedup),
-            "interval": None if forecast.interval is None else [_rounded(end) for end in forecast.interval],
-        }
-        for forecast in evidence.forecasts
-    ]
-    return {
-        "model": name,
-        "conditions": conditions,
-        "exits": exits,
-        "milliseconds": milliseconds(evidence.costs),
-        "forecasts": forecasts,
-        "confirmation": list(confirmed),
-        "setting": {"exit_layer": setting.exit_layer, "num_draft_tokens": setting.num_draft_tokens}
-        | {"tree": setting.tree, "draft_vocabulary": setting.draft_vocabulary},
-        "off": setting.exit_layer is None,
-        "reason": reason,
-    }
-
-
-def milliseconds(costs: "Costs") -> dict[str, Any]:
-    """The costs as they go into JSON."""
-
-    def scaled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): scaled(each) for key, each in value.items()}
-        return round(value * 1000, 4)
-
-    return {name: scaled(value) for name, value in asdict(costs).items()}
 
 
 def show(result: dict[str, Any], terminal: Terminal) -> None:
@@ -198,7 +130,3 @@ def draw(result: dict[str, Any], path: Path) -> None:
     bar = figure.colorbar(image, ax=axes, label="over plain decoding")
     bar.ax.set_ylim(min(1.0, *best.values()), max(1.0, *best.values()))
     figure.savefig(path, dpi=150)
-
-
-def _rounded(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None

@@ -20,6 +20,7 @@ from infer.options import ModelOptions
 from infer.prompts import Prompts
 from infer.terminal import Terminal
 from infer.tune import TuneOptions
+from infer.tuning import record as tune_record
 from infer.tuning import report as tune_report
 from infer.tuning.choice import decide, dtype_hint, how_to_use, write_setting
 from infer.tuning.evidence import Evidence, look
@@ -44,7 +45,7 @@ def tune(model: ModelOptions, options: TuneOptions, prompts: Prompts, folder: Pa
     setting, reason = decide(evidence.forecasts, records)
     counts = {"num_prompts": len(validation), "num_confirmed": len(test) if records else 0}
     found = conditions(loaded.model) | {"prompts": prompts.source, **_scope(options), **counts}
-    result = tune_report.record(name_of(loaded), found, evidence, records, setting, reason)
+    result = tune_record.record(name_of(loaded), found, evidence, records, setting, reason)
     tune_report.show(result, terminal)
     if options.png is not None:
         tune_report.draw(result, options.png)

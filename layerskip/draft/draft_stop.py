@@ -20,6 +20,9 @@ KINDS = ("heuristic", "cost")
 class DraftStop:
     """The longest chain always, or up to the first token of which the exit is less sure than `threshold`.
 
+    In every round it is asked to `begin`, before each token whether that `goes_on` (where it `asks` at all), and told
+    when the round is `drafted` and when it is at its `end`.
+
     Args:
         most: tokens of the longest chain.
     """
@@ -38,7 +41,7 @@ class DraftStop:
 
     @property
     def asks(self) -> bool:
-        """Whether `goes_on` is to be asked at all."""
+        """Whether `goes_on` is worth asking: it costs a look at the distribution."""
         return self.threshold is not None
 
     def goes_on(self, scores: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ class DraftStop:
         """The draft is done, or there is none."""
 
     def end(self, steps: Sequence[Step]) -> None:
-        """The round brought this."""
+        """The round brought these steps, one for each row."""
 
 
 class Heuristic(DraftStop):

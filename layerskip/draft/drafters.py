@@ -137,8 +137,12 @@ class LookupDrafter(ExitDrafter):
 
 
 class ForcedDrafter:
-    """Before another drafter: what a grammar forces costs no draft. Two tokens or more of every row, or it is not worth
-    a pass of its own."""
+    """Before another drafter: tokens that a grammar leaves no choice of need no layers to draft them. Fewer than two in
+    any row are not worth a round, and the other one drafts.
+
+    Args:
+        limit: most forced tokens a round.
+    """
 
     def __init__(self, grammar: GrammarProcessor, otherwise: Drafter, limit: int = 16) -> None:
         self.grammar, self.otherwise, self.limit = grammar, otherwise, limit
@@ -150,6 +154,7 @@ class ForcedDrafter:
         self.otherwise.observe(steps)
 
     def draft(self, stages: Stages, cache: RollbackCache, rows: Rows, policy: Policy) -> Draft:
+        # Where there is room for two, and for the token that follows them.
         forced = [
             self.grammar.forced(rows.committed(row)[0].tolist(), min(self.limit, room - 1)) if room > 2 else []
             for row, room in enumerate(rows.rooms)
