@@ -18,9 +18,9 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip.checkpoint.companion import write_whole
 from layerskip.checkpoint.resolving import resolve_setting
 from layerskip.checkpoint.settings import Setting
+from layerskip.checkpoint.whole_files import write_whole
 from layerskip.decode.generation import prepare, run
 
 FOLDER = "custom_generate"

@@ -5,11 +5,11 @@ answers.jsonl            the records in the order of their rows, moved into plac
 """
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from layerskip.checkpoint.whole_files import replacing
 from train.errors import TrainingError
 
 
@@ -84,12 +84,8 @@ class Answers:
         records = [record for _, record in sorted(self._records.items()) if record is not None]
         if not records:
             raise TrainingError(f"no answer is left to write; left out: {left_out}; {self._partial} has them all")
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(self._path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
         self._file.close()
         self._partial.unlink()
         return len(records), left_out

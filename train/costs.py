@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
+from layerskip.checkpoint.whole_files import read_json, write_json
 from layerskip.forecast import Bookkeeping, Costs, measure_bookkeeping, measure_costs
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.draft_head import with_draft_head
 from layerskip.model.machine import fast_dtype
 from train.config import TrainConfig
-from train.files import read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

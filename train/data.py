@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerskip.checkpoint.whole_files import read_json, write_json
 from train.bad_rows import BadRows
 from train.blocks import Blocks, Mixture
 from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.corpus import describe, read_documents
 from train.errors import TrainingError
-from train.files import read_json, write_json
 from train.packing import Written, encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
 from train.splits import HELD_OUT, SPLITS, Document, Groups

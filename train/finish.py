@@ -12,6 +12,7 @@ import torch
 
 from layerskip.checkpoint.settings import Setting, carry, store_setting
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
+from layerskip.checkpoint.whole_files import read_json, write_json
 from layerskip.forecast import Forecast
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.share.card import write_model_card
@@ -24,7 +25,6 @@ from train.costs import machine
 from train.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary, record_of
 from train.engine import is_sharded
 from train.evaluate import Evaluation, report
-from train.files import read_json, write_json
 from train.hub import Uploads
 from train.report import try_report
 from train.samples import write_samples

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from layerskip.checkpoint.whole_files import read_json, write_json
 from train.config import HubConfig, TrainConfig
 from train.console import Reporter
-from train.files import read_json, write_json
 from train.upload import Job
 
 _STAGE = "uploads.partial"  # in the run folder, so that files can be linked and need no room of their own

@@ -7,11 +7,10 @@ learn, from the last layer's distribution: the model is not taught its own words
 learn from other text, reads nothing but its own in those steps, and its later layers are not run.
 """
 
-import os
-
 import numpy as np
 import torch
 
+from layerskip.checkpoint.whole_files import replacing
 from train.blocks import Blocks, Mixture
 from train.config import TrainConfig
 from train.continuations import Sampling, continue_prompts
@@ -42,9 +41,8 @@ def open_own_text(run: Run) -> Mixture:
     if not there and (is_main or is_sharded(run.accelerator)):
         tokens = _continue_text(run)
         if is_main:
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(np.ascontiguousarray(tokens.numpy().astype(_dtype(run))).tobytes())
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_bytes(np.ascontiguousarray(tokens.numpy().astype(_dtype(run))).tobytes())
     run.accelerator.wait_for_everyone()
     return Mixture([Blocks(path, _dtype(run), run.config.data.sequence_length)], [1.0])
 

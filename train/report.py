@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from layerskip.checkpoint.whole_files import write_whole
 from train import report_sections as sections
 from train.console import Reporter
 from train.errors import TrainingError
-from train.files import write_text
 from train.report_page import page
 from train.tracking import read_lines
 
@@ -42,7 +42,7 @@ def write_report(folder: Path) -> Path:
         sections.origin(provenance, settings.read_text(encoding="utf-8") if settings.is_file() else ""),
     ]
     path = folder / "report.html"
-    write_text(path, page(f"{name}: training report", parts))
+    write_whole(path, page(f"{name}: training report", parts))
     return path
 
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from layerskip.checkpoint.whole_files import read_json, write_json
 from train.command import to_yaml
 from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError
-from train.files import read_json, write_json
 from train.parsing import read_yaml
 from train.splits import SPLITS
 

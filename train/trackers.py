@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from layerskip.checkpoint.whole_files import read_json
 from train.config import TRACKERS, TrackingConfig, TrainConfig
 from train.errors import ConfigError
-from train.files import read_json
 
 
 class Sink(Protocol):

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+from layerskip.checkpoint.whole_files import write_whole
 from train.config import TrainConfig
-from train.files import write_text
 from train.trackers import Sink, start_trackers
 
 
@@ -95,7 +95,7 @@ def truncate_after(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    write_text(path, "".join(kept))
+    write_whole(path, "".join(kept))
 
 
 def flatten(values: dict[str, Any], prefix: str) -> dict[str, Any]:

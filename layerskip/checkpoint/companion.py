@@ -1,11 +1,9 @@
-"""Files that live beside a checkpoint's weights: those its config names, under our key, and how any is written."""
+"""Files that live beside a checkpoint's weights, and that its config names, under our key."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
@@ -34,19 +32,6 @@ def find_companion(config: PreTrainedConfig, key: str, file: str, way_out: str) 
             f"weights: {way_out}"
         )
     return Path(path)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file of a checkpoint, whole or not at all; returns it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-    return path
-
-
-def write_json(path: Path, record: dict[str, Any]) -> Path:
-    """The same of a record."""
-    return write_whole(path, json.dumps(record, indent=2) + "\n")
 
 
 def _commit(config: PreTrainedConfig) -> str | None:

@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.checkpoint.companion import find_companion, write_json
+from layerskip.checkpoint.companion import find_companion
 from layerskip.checkpoint.settings import KEY, carried
+from layerskip.checkpoint.whole_files import replacing, write_json
 from layerskip.model.anatomy import device_of
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -103,9 +104,8 @@ def store_draft_vocabulary(folder: str | os.PathLike[str], token_ids: Tensor) ->
     )
     config[KEY] = {**(config.get(KEY) or {}), "draft_vocabulary": {"size": len(token_ids)}}
 
-    partial = path.with_suffix(".partial")
-    save_file({_NAME: token_ids.detach().cpu().contiguous()}, partial)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        save_file({_NAME: token_ids.detach().cpu().contiguous()}, partial)
     write_json(config_path, config)
     return path
 

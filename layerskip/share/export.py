@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from layerskip.checkpoint.companion import write_json
 from layerskip.checkpoint.settings import KEY
+from layerskip.checkpoint.whole_files import write_json
 from layerskip.model.adapters import ExitAdapter, ExitBlocks, adapter_at, num_blocks
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.model.stages import SELF_CHECK_TOLERANCE, Stages
