@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny
 from train.command import load_config
-from train.config import ModelConfig
 from train.errors import ConfigError
 from train.lora import add_lora, merge_lora
+from train.model_config import ModelConfig
 
 pytest.importorskip("peft")
 LORA = ["model.architecture=null", "tokenizer.train_vocab_size=null", "model.lora_rank=4", "optim.learning_rate=1e-2"]

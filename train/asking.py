@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from train.architecture import load_model_config, num_positions
 from train.bad_rows import BadRowError, BadRows
 from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.console import Reporter
 from train.corpus import read_documents
 from train.errors import TrainingError, check
-from train.model import load_model_config, num_positions
 from train.regenerate_options import RegenerateOptions
 from train.splits import Document
 

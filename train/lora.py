@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from train.config import ModelConfig
 from train.errors import ConfigError, TrainingError, first_line
+from train.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,9 +2,9 @@
 
 import math
 
+from train.architecture import num_positions
 from train.continuations import continue_prompts
 from train.engine import autocast, is_sharded
-from train.model import num_positions
 from train.setup import Run
 from train.tracking import Tracker
 from train.vocabulary import padding_id

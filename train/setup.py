@@ -17,6 +17,7 @@ from layerskip.checkpoint.vocabulary import draft_vocabulary_of
 from layerskip.model.adapters import adapters_of, drop_other_adapters
 from layerskip.model.anatomy import num_layers
 from train import run_folder
+from train.architecture import build_model_config, fit_vocabulary
 from train.boundaries import why_not_apart
 from train.checkpoint import Progress, latest_checkpoint, load_training_state, read_progress
 from train.config import TrainConfig
@@ -25,7 +26,7 @@ from train.engine import accumulation_steps, autocast, build_accelerator, is_sha
 from train.errors import ConfigError, TrainingError
 from train.evaluate import Evaluator
 from train.lora import add_lora, check_lora
-from train.model import build_model, build_model_config, compile_layers, decide_dtypes, fit_vocabulary
+from train.model import build_model, compile_layers, decide_dtypes
 from train.optim import build_optimizer
 from train.trackers import check_trackers
 from train.vocabulary import check_draft_vocabulary
