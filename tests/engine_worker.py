@@ -73,6 +73,21 @@ VARIANTS = {
         ),
         micro_steps=2,
     ),
+    # The same with blocks, which are given what the layers after an exit are given; in steps on the model's own text
+    # those layers are not run.
+    "blocks": Variant(
+        layerskip.Recipe(
+            max_dropout=0,
+            adapter_blocks=2,
+            freeze_model=True,
+            exits=(1, 3),
+            curriculum="rotational",
+            curriculum_stride=2,
+        ),
+        micro_steps=2,
+        recompute=True,
+        own_text=(3, 4, 8),
+    ),
 }
 
 
