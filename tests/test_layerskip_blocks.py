@@ -13,8 +13,8 @@ from layerskip.forecast import measure_exits
 from layerskip.model.adapters import ExitBlocks, adapter_at, attach_adapters, save_adapters
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.cache import RollbackCache
+from layerskip.model.exit_reader import ExitReader
 from layerskip.model.stages import Stages
-from layerskip.model.views import ExitReader
 from layerskip.share.export import export_draft
 from layerskip.training.recipe import Recipe, prepare
 from tests import tiny

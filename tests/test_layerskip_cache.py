@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from layerskip.model.cache import RollbackCache, RollbackLayer
+from layerskip.model.cache import RollbackCache
+from layerskip.model.cache_layer import RollbackLayer
 from tests import tiny
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from layerskip.checkpoint.settings import KEY, Setting, carry, store_setting
 from layerskip.model.adapters import attach_adapters
 from layerskip.model.anatomy import UnsupportedModelError
-from layerskip.model.views import ExitReader
+from layerskip.model.exit_reader import ExitReader
 from layerskip.share.export import carries_early_exit, check_early_exit, export_draft, write_early_exit
 from tests import tiny
 

@@ -18,7 +18,7 @@ from transformers import (
 
 import layerskip
 from layerskip.model.anatomy import anatomy
-from layerskip.model.cache import RollbackLayer
+from layerskip.model.cache_layer import RollbackLayer
 from layerskip.model.draft_head import DraftHead
 from tests import tiny
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 
 import layerskip
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer
+from layerskip.model.exit_reader import ExitReader
 from layerskip.model.stages import Stages
-from layerskip.model.views import ExitReader
 from tests import tiny
 
 EXITS = range(1, tiny.NUM_LAYERS)

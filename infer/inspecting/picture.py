@@ -17,8 +17,8 @@ from layerskip.decode.preparation import prepare_session
 from layerskip.model.anatomy import num_layers
 from layerskip.model.block import Block
 from layerskip.model.cache import RollbackCache
+from layerskip.model.exit_reader import ExitReader
 from layerskip.model.stages import Stages
-from layerskip.model.views import ExitReader
 
 TOP = 5  # most probable tokens that are kept of every layer and token
 

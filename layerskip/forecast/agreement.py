@@ -17,8 +17,8 @@ from layerskip.forecast.cost_model import DraftShape
 from layerskip.forecast.target_text import TargetText, runs, warper
 from layerskip.forecast.walk import Acceptance, acceptance, dynamic_ends, level_ends
 from layerskip.model.anatomy import num_layers, unwrap
+from layerskip.model.exit_reader import ExitReader
 from layerskip.model.tree import parse_shape
-from layerskip.model.views import ExitReader
 
 
 @dataclass

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from layerskip.model.adapters import Given, adapter_at, num_blocks
-from layerskip.model.anatomy import anatomy, check_exit_layer, decoder_layers, device_of, unwrap
+from layerskip.model.adapters import Given
+from layerskip.model.anatomy import anatomy, decoder_layers, device_of
 from layerskip.model.block import Block, Sight
 
 
@@ -191,23 +190,6 @@ class Head:
             self._inject.hidden = None
 
 
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """While entered, what FSDP2 shares out of `model` besides its layers (embedding, final norm, head) is whole.
-
-    Inside the model's own forward it is anyway; a head that is called after it needs this, on all processes at once.
-    Other models are left as they are.
-    """
-    if not hasattr(model, "unshard"):
-        yield
-        return
-    model.unshard()  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        model.reshard()  # type: ignore[operator]
-
-
 def listen(layer: nn.Module, keep: Callable[[Given], None]) -> RemovableHandle:
     """Tell `keep` what the layer is given at each of its forwards, before others' hooks change it."""
 
@@ -218,49 +200,3 @@ def listen(layer: nn.Module, keep: Callable[[Given], None]) -> RemovableHandle:
             keep(Given(kwargs["hidden_states"], (), {n: v for n, v in kwargs.items() if n != "hidden_states"}))
 
     return layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-
-
-class ExitReader:
-    """Logits of several exits from one pass over the model: an ordinary forward, whatever engine shares it out.
-
-    Args:
-        model: a causal LM in eval mode.
-        exits: exit layers, 1 .. L-1.
-    """
-
-    def __init__(self, model: nn.Module, exits: Sequence[int]) -> None:
-        self._model = unwrap(model)
-        layers = decoder_layers(self._model)
-        self._adapters = {e: adapter_at(self._model, check_exit_layer(e, len(layers))) for e in sorted(set(exits))}
-        self._places = {e: range(e, e + max(1, num_blocks(self._model, e))) for e in self._adapters}
-        self._layers = {i: layers[i] for places in self._places.values() for i in places}
-        self._given: dict[int, Given] = {}  # by layer
-        self._head = Head(self._model)
-
-    @torch.no_grad()
-    def read(
-        self, token_ids: Tensor, position_ids: Tensor | None = None
-    ) -> tuple[Tensor, Iterator[tuple[int, Tensor]]]:
-        """Run (batch, length) tokens; with `position_ids` where several documents share a row.
-
-        Returns:
-            The model's logits (batch, length, vocab), and an iterator of (exit layer, its logits), computed one
-            at a time so that only two sets of logits exist at once.
-        """
-        places = {} if position_ids is None else {"position_ids": position_ids}
-        hooks = [listen(layer, partial(self._given.__setitem__, i)) for i, layer in self._layers.items()]
-        hooks += [layer.register_forward_hook(self._head.watch) for layer in self._layers.values()]
-        try:
-            logits = self._model(input_ids=token_ids, use_cache=False, return_dict=True, **places).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return logits, self._exits()
-
-    @torch.no_grad()
-    def _exits(self) -> Iterator[tuple[int, Tensor]]:
-        with gathered(self._model):
-            for exit_layer, adapter in self._adapters.items():
-                given = [self._given[i] for i in self._places[exit_layer]]
-                yield exit_layer, self._head(given[0].hidden if adapter is None else adapter(given[0].hidden, given))
-        self._given.clear()
