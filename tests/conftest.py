@@ -1,18 +1,16 @@
 """One torch thread (on two cores, two threads make tiny models seven times slower), no network, tiny models."""
 
-import json
 import os
 import shlex
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="disabled", OMP_NUM_THREADS="1")
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests import documents, tiny
+from tests import documents, runs, tiny
 
 torch.set_num_threads(1)
 
@@ -49,18 +47,12 @@ def train_tiny(tmp_path_factory):
     from train.command import load_config
     from train.loop import train
 
-    text = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = ["def", "return", "class", "value", "index", "self", "import", "raise", "yield", "lambda"]
-    lines = [json.dumps({"text": " ".join(np.random.default_rng(i).choice(words, 200))}) for i in range(40)]
-    text.write_text("\n".join(lines))
-    config = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
+    text = runs.documents(tmp_path_factory.mktemp("text") / "text.jsonl")
 
     def run(*overrides: str, folder: Path | None = None) -> Path:
         folder = folder or tmp_path_factory.mktemp("run")
-        source = ["data.standard_library=false", "data.max_documents=null", f"data.path={text}"]
-        source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=1", "optim.max_steps=3"]
-        settings = [*source, "optim.warmup_steps=0", f"run.output_dir={folder}", *overrides]
-        assert train(load_config(config, settings)) == 0
+        settings = [*text, "data.evaluation_blocks=1", "optim.max_steps=3", "optim.warmup_steps=0"]
+        assert train(load_config(runs.TINY, [*settings, f"run.output_dir={folder}", *overrides])) == 0
         return folder
 
     return run

@@ -4,19 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from tests.runs import TINY, assert_same_weights, documents, metrics
 from train.best import best_record
 from train.checkpoint import latest_checkpoint, whole_checkpoint
 from train.command import load_config
 from train.errors import ConfigError
 from train.loop import train
-from train.tracking import read_lines
-
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
 
 def record(step: int, loss: float, *speedups: float) -> dict:
@@ -65,13 +60,10 @@ def test_exporting_the_best_needs_it_to_be_kept():
 def run(tmp_path):
     """Train configs/tiny.yaml for four steps from scratch, each evaluated, with a margin that allows every checkpoint:
     then an early one is the best, since exits agree more with a last layer that knows nothing."""
-    path = tmp_path / "text.jsonl"
-    words = np.random.default_rng(0).choice(["def", "return", "class", "value", "self", "yield"], (40, 200))
-    path.write_text("\n".join(json.dumps({"text": " ".join(row)}) for row in words))
+    text = documents(tmp_path / "text.jsonl")
 
     def start(name: str, *overrides: str) -> Path:
-        source = ["data.standard_library=false", "data.max_documents=null", f"data.path={path}"]
-        source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "optim.max_steps=4", "best.margin=9"]
+        source = [*text, "optim.max_steps=4", "best.margin=9"]
         source += ["every.evaluate=1", "every.save=4", "every.keep=1", "optim.schedule=constant", "tracking.samples=0"]
         source += ["best.keep=true"]
         assert train(load_config(TINY, [*source, f"run.output_dir={tmp_path / name}", *overrides])) == 0
@@ -81,13 +73,7 @@ def run(tmp_path):
 
 
 def validations(folder: Path) -> list[dict]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "validation"]
-
-
-def assert_same_weights(first: Path, second: Path) -> None:
-    a, b = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    return metrics(folder, "validation")
 
 
 @pytest.mark.slow

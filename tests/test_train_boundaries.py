@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.runs import TINY
 from tests.test_train_chat import CHATML
 from train.blocks import Blocks, Mixture, position_ids
 from train.boundaries import why_not_apart
@@ -15,7 +16,6 @@ from train.errors import ConfigError
 from train.loop import train
 from train.packing import START, TARGET
 
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 # Families that build their masks without looking at positions, or take no positions at all.
 CANNOT = {"opt", "opt-projected", "bloom", "gpt_oss"}
 LENGTHS = (11, 1, 13, 7)

@@ -3,17 +3,14 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.runs import ROOT, TINY
 from train.command import load_config, to_yaml
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.parsing import apply_overrides, build
-
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "configs" / "tiny.yaml"
 
 
 def test_defaults_then_file_then_overrides(tmp_path):

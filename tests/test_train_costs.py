@@ -1,17 +1,15 @@
 """Costs of a run: what the finished checkpoint is decoded in, stored once, and read back as they were."""
 
 import json
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from layerskip.model.machine import fast_dtype
 from tests import tiny
+from tests.runs import TINY
 from train.command import load_config
 from train.costs import machine, stage_costs
-
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
 
 def test_costs_are_read_back_as_they_were_timed(tmp_path):

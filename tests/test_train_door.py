@@ -5,31 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.runs import ROOT, TINY, assert_same_weights, documents, metrics, wait_until
 from train.checkpoint import latest_checkpoint, read_progress
 from train.command import load_config
 from train.loop import train
 
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "configs" / "tiny.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
 CPU_2 = ["--config_file", str(ROOT / "configs" / "accelerate" / "cpu-2.yaml"), "--main_process_port", "0"]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> list[str]:
-    """Overrides for forty short documents, lines of a .jsonl: their groups do not depend on its place."""
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = " ".join(["def", "return", "class", "value", "index", "self", "import", "raise"] * 30)
-    path.write_text("\n".join(json.dumps({"text": f"{i} {words}"}) for i in range(40)))
-    source = ["data.standard_library=false", "data.max_documents=null", f"data.path={path}"]
-    return [*source, "tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "every.log=1"]
+    """Overrides for forty short documents."""
+    return [*documents(tmp_path_factory.mktemp("text") / "text.jsonl"), "every.log=1"]
 
 
 def start(command: list[str], folder: Path, *overrides: str) -> subprocess.Popen:
@@ -37,25 +30,9 @@ def start(command: list[str], folder: Path, *overrides: str) -> subprocess.Popen
     return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def metrics(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
-
-
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     """Until the run has logged optimizer step `step`."""
-    deadline = time.monotonic() + 60
-    while not (records := metrics(folder)) or records[-1]["step"] < step:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.02)
-
-
-def assert_same_weights(first: Path, second: Path, **tolerance: float) -> None:
-    a, b = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], **(tolerance or {"rtol": 0, "atol": 0}))
+    wait_until(lambda: any(record["step"] >= step for record in metrics(folder)), process)
 
 
 def test_accelerate_launch_train_as_the_readme_says(tmp_path):

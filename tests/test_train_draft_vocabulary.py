@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
 from layerskip.checkpoint.vocabulary import DRAFT_VOCABULARY_FILE, coverage, draft_vocabulary_of, store_draft_vocabulary
+from tests.runs import TINY
 from train.command import load_config
 from train.draft_vocabulary import choose_draft_vocabulary, count_tokens
 from train.errors import ConfigError
 from train.packing import START, TARGET
-
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
 
 def token_file(folder, ids, learnt=None, split="train"):

@@ -12,24 +12,18 @@ from huggingface_hub import get_token
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.runs import TINY, assert_same_weights, documents, metrics
 from train.checkpoint import half_written, latest_checkpoint, read_progress
 from train.command import load_config
 from train.engine import accumulation_steps
 from train.errors import ConfigError, TrainingError
 from train.loop import train
 
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
-WORDS = ["def", "return", "class", "value", "index", "self", "import", "raise", "yield", "lambda"]
-
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """Forty short documents; lines of a .jsonl, whose groups do not depend on where the file is."""
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = [json.dumps({"text": " ".join(random.choice(WORDS, 200))}) for _ in range(40)]
-    path.write_text("\n".join(lines))
-    return path
+def text(tmp_path_factory) -> list[str]:
+    """Overrides for forty short documents."""
+    return [*documents(tmp_path_factory.mktemp("text") / "text.jsonl"), "every.log=1"]
 
 
 @pytest.fixture
@@ -37,25 +31,11 @@ def run(text, tmp_path):
     """Train configs/tiny.yaml on `text` in a folder of the given name, with overrides; returns the folder."""
 
     def start(name: str, *overrides: str) -> Path:
-        source = ["data.standard_library=false", "data.max_documents=null", f"data.path={text}"]
-        source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "every.log=1"]
-        config = load_config(TINY, [*source, f"run.output_dir={tmp_path / name}", *overrides])
+        config = load_config(TINY, [*text, f"run.output_dir={tmp_path / name}", *overrides])
         assert train(config) == 0
         return tmp_path / name
 
     return start
-
-
-def metrics(folder: Path, kind: str = "train") -> list[dict]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
-
-
-def assert_same_weights(first: Path, second: Path, **tolerance: float) -> None:
-    a, b = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], **(tolerance or {"rtol": 0, "atol": 0}))
 
 
 def base_of(folder: Path) -> Path:

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 import layerskip
 from layerskip.training.presets import PRESETS
 from layerskip.training.recipe import Recipe
+from tests.runs import TINY
 from train.command import load_config
 from train.errors import ConfigError, TrainingError
-
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")

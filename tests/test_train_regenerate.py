@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests import tiny
+from tests.runs import ROOT
 from tests.test_train_chat import CHATML, FIRST, SECOND, SYSTEM
 from train.answers import Answers
 from train.bad_rows import BadRows
@@ -25,7 +25,6 @@ from train.regenerate import fingerprint
 from train.regenerate_options import RegenerateOptions, parser
 from train.text_config import DataConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [f"def add{i}(a, b): return a + b{' over the lazy dog' * (i % 4)}" for i in range(13)]
 
 
@@ -173,18 +172,12 @@ def _begin(files: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_command_goes_on_and_the_file_is_the_same(files):
-    options = ["--temperature", "1", "--batch-size", "1", "--max-new-tokens", "40"]
-    command = [sys.executable, "-m", "train", "regenerate", f"{files}/config.yaml", "--output", f"{files}/out.jsonl"]
-    process = subprocess.Popen([*command, *options], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    partial, deadline = files / "out.jsonl.partial", time.monotonic() + 60
-    while not partial.is_file() or partial.read_bytes().count(b"\n") < 4:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = partial.read_bytes().count(b"\n") - 1
-    assert 3 <= done < len(TEXTS)
+    options = ["--temperature", "1", "--batch-size", "1"]
+    command = [sys.executable, "-m", "tests.killed_run", "answer:3", "regenerate", f"{files}/config.yaml", *options]
+    command += ["--output", f"{files}/out.jsonl", "--max-new-tokens", "12"]
+    killed = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (files / "out.jsonl.partial").read_bytes().count(b"\n") == 1 + 3  # the settings, and three answers
     resumed = regenerate(files, "out.jsonl", *options)
     assert resumed == regenerate(files, "whole.jsonl", *options)
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.runs import TINY, documents
 from train import before_after, report_sections
 from train import report_figures as figures
 from train.command import load_config, main
@@ -16,7 +17,6 @@ from train.loop import train
 from train.report_page import page, sample, table
 from train.tracking import read_lines
 
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -24,10 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def run(tmp_path_factory) -> Path:
     """Six steps of configs/tiny.yaml in two launches, evaluated every second step."""
     folder = tmp_path_factory.mktemp("report")
-    words = np.random.default_rng(0).choice(["def", "return", "class", "value", "self", "yield"], (40, 200))
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": " ".join(row)}) for row in words))
-    source = ["data.standard_library=false", "data.max_documents=null", f"data.path={folder / 'text.jsonl'}"]
-    source += ["tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "every.log=1", "every.evaluate=2"]
+    source = [*documents(folder / "text.jsonl"), "every.log=1", "every.evaluate=2"]
     source += [f"run.output_dir={folder / 'run'}", "optim.schedule=constant", "every.save=2", "tracking.report=true"]
     for steps in (3, 6):
         config = load_config(TINY, [*source, f"optim.max_steps={steps}"])

@@ -1,7 +1,6 @@
 """What a killed, stopped or failed run leaves behind, and that it goes on as if nothing had been."""
 
 import errno
-import json
 import os
 import resource
 import signal
@@ -10,12 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from tests.runs import ROOT, TINY, assert_same_weights, documents, metrics, wait_until
 from train import checkpoint, disk
 from train.checkpoint import half_written, latest_checkpoint
 from train.command import load_config
@@ -23,11 +21,8 @@ from train.errors import TrainingError
 from train.interrupts import Interrupts
 from train.loop import train
 
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "configs" / "tiny.yaml"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
 CPU_2 = ["--config_file", str(ROOT / "configs" / "accelerate" / "cpu-2.yaml")]
-WORDS = ["def", "return", "class", "value", "index", "self", "import", "raise", "yield", "lambda"]
 
 # All that is random or depends on the step: two kinds of dropout, exits that change, the model's own text.
 RANDOM = ["model.architecture.attention_dropout=0.1", "recipe.max_dropout=0.5", "recipe.exits=[1,2,3]"]
@@ -41,11 +36,7 @@ CURRICULA = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> list[str]:
     """Overrides for forty short documents."""
-    random = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("\n".join(json.dumps({"text": " ".join(random.choice(WORDS, 200))}) for _ in range(40)))
-    source = ["data.standard_library=false", "data.max_documents=null", f"data.path={path}"]
-    return [*source, "tokenizer.train_vocab_size=300", "data.evaluation_blocks=2", "every.log=1", "every.evaluate=1000"]
+    return [*documents(tmp_path_factory.mktemp("text") / "text.jsonl"), "every.log=1", "every.evaluate=1000"]
 
 
 def execute(command: list[str], folder: Path, *overrides: str, **options) -> subprocess.CompletedProcess:
@@ -61,18 +52,14 @@ def start(folder: Path, *overrides: str) -> int:
 
 def losses(folder: Path) -> list[dict]:
     """Of every step, the exits' too."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss", "last", "exits", "gradient_norm", "learning_rate", "tokens")
-    return [{key: r[key] for key in kept if key in r} for r in records if r["kind"] == "train"]
+    return [{key: r[key] for key in kept if key in r} for r in metrics(folder)]
 
 
 def assert_same_run(first: Path, second: Path) -> None:
     """Bit for bit: every step's losses, the weights, the optimizer."""
     assert losses(first) == losses(second)
-    weights, others = (load_file(folder / "model.safetensors") for folder in (first, second))
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, others[name]), name
+    assert_same_weights(first, second)
     states = [torch.load(latest_checkpoint(folder) / "optimizer.pt") for folder in (first, second)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
@@ -245,11 +232,7 @@ def test_ctrl_c_in_a_terminal_stops_two_processes_and_saves(tmp_path, text):
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "metrics.jsonl").is_file() or len(losses(tmp_path)) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: len(metrics(tmp_path)) >= 2, process)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert "the same command goes on from there" in output

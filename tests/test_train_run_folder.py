@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import TINY
 from train.command import load_config
 from train.config import TrainConfig
 from train.errors import TrainingError
 from train.run_folder import claim, record_data
-
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.yaml"
 
 
 def config_in(folder: Path, *overrides: str) -> TrainConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import ROOT, TINY
 from train import trackers
 from train.command import load_config
 from train.config import TrackingConfig, TrainConfig
@@ -17,9 +18,6 @@ from train.errors import ConfigError
 from train.run_folder import claim
 from train.trackers import check_trackers, wandb_mode
 from train.tracking import Tracker, flatten, read_lines, truncate_after
-
-ROOT = Path(__file__).resolve().parents[1]
-TINY = ROOT / "configs" / "tiny.yaml"
 
 
 def config_in(folder: Path, *overrides: str) -> TrainConfig:

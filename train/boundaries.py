@@ -12,6 +12,7 @@ import torch
 
 from layerskip.model.anatomy import unwrap
 from train.blocks import position_ids
+from train.model import evaluating
 
 _LENGTHS = 7, 9  # tokens of the two documents of the trial
 _LEAK = 0.01  # of what leaks without boundaries: room for rounding alone
@@ -36,15 +37,11 @@ def why_not_apart(model: torch.nn.Module, rows: int, device: torch.device) -> st
     starts = torch.zeros(rows, length, dtype=torch.bool)
     starts[:, [0, first]] = True
     positions = position_ids(starts).to(device)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         apart, together = (
             (_logits(model, ids, places) - _logits(model, changed, places))[:, first:].abs().max()
             for places in ({"position_ids": positions}, {})
         )
-    finally:
-        model.train(training)
     if apart <= _LEAK * together:
         return ""
     attention = inner.config.get_text_config()._attn_implementation

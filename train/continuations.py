@@ -17,6 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from train.model import evaluating
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -68,9 +70,7 @@ def continue_prompts(
         min_new_tokens: no end before this many.
     """
     ids, mask = _padded(prompts, padding, model.device)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         # Every setting of sampling is said, or the checkpoint's own would apply.
         output = model.generate(
             ids,
@@ -86,8 +86,6 @@ def continue_prompts(
             pad_token_id=padding,
             logits_processor=_processors(seeds, sampling or Sampling()) if seeds is not None else None,
         )
-    finally:
-        model.train(training)
     return [cut_after(row[ids.shape[1] :], ends) for row in output.cpu()]
 
 

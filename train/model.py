@@ -1,5 +1,7 @@
 """The model to train, loaded or made, and the arithmetic it runs in."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +49,17 @@ def load_model(config: TrainConfig, source: "str | PretrainedConfig", dtype: tor
     except (OSError, ValueError, ImportError) as error:
         name = source if isinstance(source, str) else f"model.architecture ({source.model_type})"
         raise TrainingError(f"cannot build the model from {name!r}: {first_line(error)}") from None
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode for as long as the block runs, then as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def this_device() -> torch.device:
