@@ -19,7 +19,7 @@ _HOMES = {
     "SelfSpeculativeOutput": "decode.generation",
     "stream": "decode.streaming",
     "Piece": "decode.streaming",
-    "Step": "decode.decoding",
+    "Step": "decode.step",
     "Statistics": "decode.stats",
     "Stages": "model.stages",
     "UnsupportedModelError": "model.anatomy",
@@ -50,9 +50,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from layerskip.checkpoint.settings import Setting
-    from layerskip.decode.decoding import Step
     from layerskip.decode.generation import SelfSpeculativeOutput, generate, steps
     from layerskip.decode.stats import Statistics
+    from layerskip.decode.step import Step
     from layerskip.decode.streaming import Piece, stream
     from layerskip.grammar.processor import Grammar
     from layerskip.model.anatomy import UnsupportedModelError

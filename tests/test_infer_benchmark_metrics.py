@@ -20,8 +20,8 @@ from infer.conditions import fingerprint
 from infer.loading import Loaded
 from infer.options import DecodingOptions
 from layerskip.checkpoint.settings import Setting
-from layerskip.decode.decoding import Step
 from layerskip.decode.stats import Statistics
+from layerskip.decode.step import Step
 from layerskip.forecast import cycle
 from tests import tiny
 from tests.programs import prompts, quiet

@@ -13,7 +13,8 @@ from infer.errors import InputError
 from infer.speculation import SpeculationOptions, add_speculation_flags
 from layerskip.checkpoint.resolving import resolve_setting
 from layerskip.checkpoint.settings import Setting, carry, store_setting, tuned_setting
-from layerskip.decode.decoding import Step, decode
+from layerskip.decode.decoding import decode
+from layerskip.decode.step import Step
 from layerskip.draft import adaptive as module
 from layerskip.draft import drafters, remembered
 from layerskip.draft.adaptive import Adaptive

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layerskip.checkpoint.settings import Setting
-from layerskip.decode.decoding import Step
+from layerskip.decode.step import Step
 from layerskip.draft.draft_stop import DraftStop, Heuristic, confidence, draft_stop_for
 
 

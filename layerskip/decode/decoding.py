@@ -1,6 +1,7 @@
 """The loop: draft, verify, accept, commit. A generator of typed steps over token ids; no text here.
 
-Inference mode saves a tenth of the time of small models over no_grad; what is handed out are ordinary tensors.
+Inference mode saves a tenth of the time of small models over no_grad; what is handed out (`step.py`) are ordinary
+tensors.
 
 Between two rounds every layer of the cache holds, of each row, the committed tokens but the last. That last one, the
 root, is where the next draft starts. A prompt therefore is prefilled up to its last token, and the first round is like
@@ -10,13 +11,13 @@ every other. A row that is finished leaves the batch at once, and costs nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from layerskip.decode.joining import Newcomer, join, prefill
+from layerskip.decode.step import Step, steps_of
 from layerskip.draft.drafters import Drafter
 from layerskip.exact.acceptance import Walk
 from layerskip.exact.policy import Policy
@@ -31,36 +32,6 @@ Stop = Callable[[Tensor, Tensor], tuple[int, bool]]
 
 # number of rows that are going -> rows that join them
 Admit = Callable[[int], Sequence[Newcomer]]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one draft-then-verify round commits to one row.
-
-    Attributes:
-        tokens: (1, n) committed token ids, 1 <= n <= num_accepted + 1; fewer than num_accepted + 1 only where a stop
-            cut them.
-        num_drafted: tokens proposed.
-        num_accepted: proposed tokens that the rule accepted.
-        draft_seconds: host time of layers [0:E), their head and their sampling. Rows share a round's time evenly.
-        verify_seconds: host time of layers [E:L) and the head.
-        rollback_seconds: host time of the rule, the stops and the rollback.
-        logits: (1, n, vocab) the target's logits at the committed positions, if asked for.
-        scores: (1, n, vocab) float32, the same after the logits processors, if asked for.
-        row: which row of the batch.
-        num_levels: most proposed tokens that could have been accepted: the depth of the tree.
-    """
-
-    tokens: Tensor
-    num_drafted: int
-    num_accepted: int
-    draft_seconds: float
-    verify_seconds: float
-    rollback_seconds: float
-    logits: Tensor | None = None
-    scores: Tensor | None = None
-    row: int = 0
-    num_levels: int = 0
 
 
 @torch.inference_mode()
@@ -148,7 +119,7 @@ def _round(
     kept, ended = _commit(rows, draft, walk, following, stops)
     _compact(cache, rows, draft, walk)
     seconds = (t1 - t0, t2 - t1, perf_counter() - t2)
-    return _steps(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None), ended
+    return steps_of(rows, draft, walk, kept, seconds, (logits, scores) if keep_scores else None), ended
 
 
 def _keep(going: Sequence[int], cache: RollbackCache, rows: Rows) -> None:
@@ -189,46 +160,3 @@ def _compact(cache: RollbackCache, rows: Rows, draft: Draft, walk: Walk) -> None
             sources = torch.where(accepted, slots, places)
             cache.move(torch.arange(len(slots), device=slots.device), first + sources, first + places)
     cache.rollback(max(rows.in_cache))
-
-
-def _steps(
-    rows: Rows,
-    draft: Draft,
-    walk: Walk,
-    kept: Sequence[Tensor],
-    seconds: tuple[float, float, float],
-    outputs: tuple[Tensor, Tensor] | None,
-) -> list[Step]:
-    """The round's record, one step for each row."""
-    if draft.block is None:
-        drafted = levels = [draft.tokens.shape[1]] * len(rows)
-    else:
-        drafted = draft.valid.sum(1).tolist()
-        levels = (draft.depths[:, 1:] * draft.valid).max(1).values.tolist() if draft.tokens.shape[1] else drafted
-    steps = []
-    for row, accepted in enumerate(walk.num_accepted.tolist()):
-        kept_outputs: list[Tensor | None] = [None, None]
-        if outputs is not None:
-            nodes = torch.cat([walk.path.new_zeros(1), walk.path[row, :accepted]])[: kept[row].shape[1]]
-            kept_outputs = [_outside(output[row : row + 1, nodes]) for output in outputs]
-        steps.append(
-            Step(
-                tokens=_outside(kept[row]),
-                num_drafted=drafted[row],
-                num_accepted=accepted,
-                draft_seconds=seconds[0] / len(rows),
-                verify_seconds=seconds[1] / len(rows),
-                rollback_seconds=seconds[2] / len(rows),
-                logits=kept_outputs[0],
-                scores=kept_outputs[1],
-                row=rows.index[row],
-                num_levels=levels[row],
-            )
-        )
-    return steps
-
-
-def _outside(tensor: Tensor) -> Tensor:
-    """An ordinary copy: tensors made in inference mode cannot take part in training later."""
-    with torch.inference_mode(False):
-        return tensor.clone()

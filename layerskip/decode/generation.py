@@ -13,10 +13,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from layerskip.checkpoint.settings import Setting
 from layerskip.decode.choice import Choice
-from layerskip.decode.decoding import Step
 from layerskip.decode.preparation import prepare_session
 from layerskip.decode.session import Session
 from layerskip.decode.stats import Statistics
+from layerskip.decode.step import Step
 
 if TYPE_CHECKING:
     from layerskip.grammar.processor import Grammar

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from layerskip.checkpoint.settings import Setting
-from layerskip.decode.decoding import Step, decode
+from layerskip.decode.decoding import decode
+from layerskip.decode.step import Step
 from layerskip.decode.stopping import StopRule
 from layerskip.draft.drafters import Drafter, drafter_for
 from layerskip.draft.remembered import adaptive_for

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from layerskip.decode.decoding import Step
+    from layerskip.decode.step import Step
 
 
 @dataclass

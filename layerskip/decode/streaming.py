@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.decode.decoding import Step
 from layerskip.decode.generation import steps
+from layerskip.decode.step import Step
 
 
 @dataclass(frozen=True)

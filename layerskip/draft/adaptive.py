@@ -33,7 +33,7 @@ from layerskip.draft.prospect import Prospect
 from layerskip.draft.round_times import RoundTimes
 
 if TYPE_CHECKING:
-    from layerskip.decode.decoding import Step
+    from layerskip.decode.step import Step
 
 LUCK = 0.7  # how much better than it seems an exit may be, in shares of what is missing to 1, over sqrt(observations)
 DOUBT = {False: 1.25, True: 1.05}  # the same of plain rounds, which were timed (True) or not

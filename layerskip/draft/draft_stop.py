@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from layerskip.decode.decoding import Step
+    from layerskip.decode.step import Step
 
 KINDS = ("heuristic", "cost")
 

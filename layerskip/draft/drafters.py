@@ -16,7 +16,7 @@ from layerskip.model.stages import Stages
 from layerskip.model.tree import Draft, Shape
 
 if TYPE_CHECKING:
-    from layerskip.decode.decoding import Step
+    from layerskip.decode.step import Step
     from layerskip.grammar.processor import GrammarProcessor
 
 

@@ -7,7 +7,7 @@ machine then hits all alike. (The fastest of several calls flatters short ones, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +61,7 @@ def measure_costs(
                 clock.cut = Stages(inner, exit_layer, draft_vocabulary)
             clock.chains(1)
             clock.times.forget()  # that was to warm up
-            start = plain.clock()
-            for repeat in range(4 * repeats):
-                if repeat >= repeats and plain.clock() - start >= seconds:
-                    break
+            for _ in _repeats(repeats, seconds, plain.clock):
                 plain.add("step", whole.verify, token, None, cache)
                 cache.rollback(context)
                 clock.chains(max_draft_tokens)
@@ -77,6 +74,15 @@ def measure_costs(
     finally:
         inner.train(training)
     return _costs(plain, clocks)
+
+
+def _repeats(least: int, seconds: float, clock: Callable[[], float]) -> Iterator[None]:
+    """So many at least, and up to four times as many while the time lasts."""
+    start = clock()
+    for repeat in range(4 * least):
+        if repeat >= least and clock() - start >= seconds:
+            return
+        yield
 
 
 class _ExitClock:
