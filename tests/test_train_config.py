@@ -179,6 +179,8 @@ def test_help_lists_every_setting_without_loading_torch():
     for section in dataclasses.fields(TrainConfig):
         for field in dataclasses.fields(section.type):  # type: ignore[arg-type]
             assert f"\n  {field.name}=" in result.stdout
+    for written in ("overwrite=false ", "trackers=[] ", "betas=[0.9, 0.95] ", "learning_rate=0.0001 ", "split=train "):
+        assert f"\n  {written}" in result.stdout  # as it is written in YAML
 
 
 def test_a_wrong_setting_is_told_without_loading_torch():

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from layerskip.training.presets import PRESETS
+from layerskip.training.presets import PRESETS, preset_values
 from train.config import TrainConfig
 from train.errors import ConfigError, LocalError, TrainingError
 from train.parsing import apply_overrides, build, nearest, read_yaml
@@ -56,7 +56,7 @@ def _with_preset(recipe: Any) -> Any:
     if name not in PRESETS:
         hint = nearest(str(name), list(PRESETS)) or f"; known are {', '.join(PRESETS)}"
         raise ConfigError(f"recipe.preset is {name!r}, which is no preset{hint}")
-    return {**PRESETS[name], **own}
+    return preset_values(name, own)
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -81,9 +81,16 @@ def describe_settings() -> str:
         if section.name == "recipe":
             lines.append(f"  {'preset=':<34} start from one of {', '.join(PRESETS)}; what is set beside it goes on top")
         for f in dataclasses.fields(kind):
-            default = "" if f.default in (None, dataclasses.MISSING) else f.default
-            lines.append(f"  {f.name + '=' + str(default):<34} {comments[f.name]}")
+            lines.append(f"  {f.name + '=' + _as_yaml(f.default):<34} {comments[f.name]}")
     return "\n".join(lines)
+
+
+def _as_yaml(default: Any) -> str:
+    """A default as one would write it in a config or an override; empty if there is none."""
+    if default is None or default is dataclasses.MISSING:
+        return ""
+    values = list(default) if isinstance(default, tuple) else default
+    return yaml.safe_dump(values, default_flow_style=True).partition("\n")[0]
 
 
 def _parser() -> argparse.ArgumentParser:
