@@ -20,7 +20,7 @@ from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 from tests.test_layerskip_batch import GREEDY, WAYS, batch, decoded
 
-RECIPE = Recipe.preset("frozen-target", exits=(1,), adapter_rank=None, adapter_blocks=1)
+RECIPE = Recipe.preset("frozen-target", adapter_blocks=1)
 
 
 def with_block(model, exit_layer: int = 2, noise: float = 0.3, blocks: int = 2):
@@ -174,9 +174,7 @@ def test_only_the_block_learns_and_the_checkpoint_carries_it(tmp_path):
 def test_layers_that_a_frozen_targets_exits_do_not_need_are_not_run(own_text):
     """Loss and gradient are those of the exit; the layers above it cost nothing."""
     model = tiny.llama()
-    recipe = Recipe.preset(
-        "frozen-target", exits=(1,), adapter_rank=None, adapter_blocks=1, self_distillation=1.0 if own_text else 0.0
-    )
+    recipe = Recipe.preset("frozen-target", adapter_blocks=1, self_distillation=1.0 if own_text else 0.0)
     handle = prepare(model.train(), recipe)
     ran = []
     for index, layer in enumerate(model.model.layers):
@@ -207,6 +205,12 @@ def test_two_kinds_of_adapter_are_one_too_many():
         Recipe(adapter_blocks=1, adapter_rank=8)
     with pytest.raises(ValueError, match="adapter_blocks"):
         Recipe(freeze_model=True)
+    assert Recipe.preset("frozen-target", adapter_rank=8).adapter_blocks is None
+
+
+def test_more_blocks_than_layers_are_told_before_anything_is_copied(tiny_llama):
+    with pytest.raises(ValueError, match="of which this model has 2: take fewer"):
+        prepare(tiny_llama, Recipe(exits=(2,), adapter_blocks=3))
 
 
 def test_a_layer_that_cannot_be_copied_is_refused():

@@ -141,7 +141,7 @@ def test_decisions_per_batch_are_one_for_all_rows_and_processes():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_fit_models_of_every_depth(name):
-    for num_layers in (2, 4, 16, 24, 32, 80):
+    for num_layers in (3, 4, 16, 24, 32, 80):
         recipe = Recipe.preset(name, total_steps=100)
         recipe.check(num_layers)
         exits = {e for step in range(100) for e in active_exits(recipe, num_layers, step)}

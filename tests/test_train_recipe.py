@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip.training.presets import PRESETS
+from layerskip.training.presets import PRESETS, preset_values
 from layerskip.training.recipe import Recipe
 from tests.runs import TINY
 from train.command import load_config
 from train.errors import ConfigError, TrainingError
+
+LOW_RANK = preset_values("frozen-target", {"adapter_rank": 4})
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,12 @@ def test_presets_train(train_tiny, tmp_path, name):
 
 
 def test_a_frozen_target_stays_bit_for_bit_and_its_adapters_travel(train_tiny, original):
-    arguments = [f"recipe.{key}={json.dumps(value)}" for key, value in PRESETS["frozen-target"].items()]
+    arguments = [
+        f"recipe.{key}={json.dumps(value)}"
+        for key, value in preset_values("frozen-target", {"adapter_rank": 4}).items()
+    ]
     arguments += ["model.architecture=null", f"model.name_or_path={original}", "tokenizer.train_vocab_size=null"]
-    folder = train_tiny(
-        *arguments, "recipe.adapter_rank=4", "recipe.exits=[1]", "every.save=2", "optim.learning_rate=1e-2"
-    )
+    folder = train_tiny(*arguments, "recipe.exits=[1]", "every.save=2", "optim.learning_rate=1e-2")
     before, after = load_file(original / "model.safetensors"), load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -73,7 +76,7 @@ def test_a_frozen_target_stays_bit_for_bit_and_its_adapters_travel(train_tiny, o
     other = train_tiny(*arguments, f"model.name_or_path={folder}", "recipe.adapter_rank=2", "recipe.exits=[2]")
     assert load_file(other / "exit_adapters.safetensors").keys() == {"2.down.weight", "2.up.weight"}
 
-    arguments += ["recipe.adapter_rank=4", "recipe.exits=[1]", "every.save=2", "recipe.total_steps=3"]
+    arguments += ["recipe.exits=[1]", "every.save=2", "recipe.total_steps=3"]
     arguments += ["optim.learning_rate=1e-2", "optim.schedule=constant"]
     stopped = train_tiny(*arguments, "optim.max_steps=2")
     resumed, whole = train_tiny(*arguments, folder=stopped), train_tiny(*arguments)
@@ -88,11 +91,14 @@ def test_a_frozen_targets_lost_adapters_are_said_in_one_line(train_tiny, origina
     config = json.loads((folder / "config.json").read_text())
     config["layerskip"]["adapters"] = {"rank": 4, "exits": [1]}
     (folder / "config.json").write_text(json.dumps(config))
-    arguments = [f"recipe.{key}={json.dumps(value)}" for key, value in PRESETS["frozen-target"].items()]
+    arguments = [
+        f"recipe.{key}={json.dumps(value)}"
+        for key, value in preset_values("frozen-target", {"adapter_rank": 4}).items()
+    ]
     arguments += ["model.architecture=null", f"model.name_or_path={folder}", f"tokenizer.name_or_path={original}"]
     arguments += ["tokenizer.train_vocab_size=null", "recipe.exits=[1]"]
     with pytest.raises(TrainingError, match=r"there is no exit_adapters\.safetensors beside its weights"):
-        train_tiny(*arguments, "recipe.adapter_rank=4")
+        train_tiny(*arguments)
     train_tiny(*arguments, "recipe.adapter_rank=3")  # others were asked for: the lost ones are not missed
 
 

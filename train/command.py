@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from layerskip.training.presets import PRESETS
+from layerskip.training.presets import PRESETS, preset_values
 from train.config import TrainConfig
 from train.errors import ConfigError, LocalError, TrainingError
 from train.parsing import apply_overrides, build, nearest, read_yaml
@@ -56,7 +56,7 @@ def _with_preset(recipe: Any) -> Any:
     if name not in PRESETS:
         hint = nearest(str(name), list(PRESETS)) or f"; known are {', '.join(PRESETS)}"
         raise ConfigError(f"recipe.preset is {name!r}, which is no preset{hint}")
-    return {**PRESETS[name], **own}
+    return preset_values(name, own)
 
 
 def to_yaml(config: TrainConfig) -> str:

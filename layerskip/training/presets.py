@@ -5,6 +5,7 @@ The paper's learning rates and batch sizes are in `configs/`. What is not named 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -70,13 +71,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "curriculum_stride": 2,
         "self_distillation": 0.5,
     },
-    # Nothing of the model changes: its output stays bit for bit what it was, and small adapters learn to draft.
+    # Nothing of the model changes: its output stays bit for bit what it was. Its first layer and two blocks learn to
+    # draft: layers that learn nothing else draft better than as many of the model's.
     "frozen-target": {
         "max_dropout": 0.0,
-        "exit_weights": "shallow",
+        "exits": (1,),
+        "exit_weights": "uniform",
         "curriculum": "all",
         "self_distillation": 1.0,
-        "adapter_rank": 128,
+        "adapter_blocks": 2,
         "freeze_model": True,
     },
 }
+
+
+def preset_values(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a preset with `changes` on top; one kind of adapter takes the other's place.
+
+    Raises:
+        KeyError: if there is none of that name.
+    """
+    kept = dict(PRESETS[name])
+    if changes.get("adapter_rank") is not None:
+        kept.pop("adapter_blocks", None)
+    return {**kept, **changes}

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from layerskip.training.presets import PRESETS
+from layerskip.training.presets import PRESETS, preset_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +123,7 @@ class Recipe:
         """
         if name not in PRESETS:
             raise ValueError(f"preset={name!r} is unknown: choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **changes})
+        return cls(**preset_values(name, changes))
 
     def trained_exits(self, num_layers: int) -> tuple[int, ...]:
         """Early exits that this recipe trains in a model of `num_layers` layers, ascending."""
@@ -142,6 +142,12 @@ class Recipe:
                 raise ValueError(
                     f"exits has {exit_layer}, but this model has {num_layers} layers: choose from 1 to {num_layers - 1}"
                 )
+        last = max(self.trained_exits(num_layers))
+        if self.adapter_blocks is not None and last + self.adapter_blocks > num_layers:
+            raise ValueError(
+                f"adapter_blocks={self.adapter_blocks} are copies of the layers after exit {last}, of which this model "
+                f"has {num_layers - last}: take fewer, or an earlier exit"
+            )
         needs_total = self.dropout_time != "constant" or self.curriculum == "gradual"
         if needs_total and self.total_steps is None:
             raise ValueError(
