@@ -92,3 +92,20 @@ def test_the_public_names():
 def test_every_module_says_what_it_is(room):
     silent = [p.name for p in modules(room) if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
     assert silent == []
+
+
+@pytest.mark.parametrize("room", ["train", "scripts"])
+def test_functions_are_short_enough_to_be_read_at_once(room):
+    def own_lines(function: ast.FunctionDef) -> int:
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        return 1 + function.end_lineno - function.lineno - (body[0].lineno - function.body[0].lineno if body else 0)
+
+    functions = [
+        (path.name, node)
+        for path in modules(room)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert functions
+    long = {f"{name}: {function.name}": own for name, function in functions if (own := own_lines(function)) > 40}
+    assert long == {}
