@@ -111,6 +111,19 @@ def test_every_row_has_a_generator_of_its_own(tiny_llama):
         sample((1,))
 
 
+@pytest.mark.parametrize("asked", ["call", "config", "checkpoint"])
+def test_several_sequences_of_a_row_with_a_config_of_its_own_are_refused(asked):
+    model, (ids, mask) = tiny.llama(), batch()
+    several = {"num_return_sequences": 2}
+    model.generation_config.num_return_sequences = 2 if asked == "checkpoint" else None
+    config = GenerationConfig(do_sample=True, max_new_tokens=4, **several if asked == "config" else {})
+    with pytest.raises(ValueError, match="num_return_sequences=2 does not go with a generation config for each row"):
+        layerskip.generate(
+            model, ids, attention_mask=mask, generation_config=[config] * 3, exit_layer=2,
+            **several if asked == "call" else {},
+        )  # fmt: skip
+
+
 def test_num_return_sequences(tiny_llama):
     ids, _ = batch(lengths=(6, 6))
     kwargs = {"do_sample": True, "num_return_sequences": 3, "acceptance": "coupled", "seed": 1}

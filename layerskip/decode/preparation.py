@@ -20,7 +20,7 @@ from layerskip.checkpoint.settings import Setting
 from layerskip.checkpoint.vocabulary import draft_vocabulary_of
 from layerskip.decode.choice import Choice, seeds_of
 from layerskip.decode.door import Call, new_cache, prepare_call
-from layerskip.decode.refusals import refuse_cache, refuse_configs, refuse_named
+from layerskip.decode.refusals import refuse_cache, refuse_configs, refuse_named, refuse_sequences
 from layerskip.decode.session import Session
 from layerskip.draft.exits import first_exit, prepare_exits
 from layerskip.model.anatomy import unwrap
@@ -83,6 +83,7 @@ def _prepare_rows(call: Call, configs: Sequence[GenerationConfig | None]) -> Ses
         given = "no prompts" if prompts is None else f"{len(prompts)} prompts"
         raise ValueError(f"got {batch} generation configs for {given}: give one for each row")
     sessions = [prepare_call(_row(call, prompts, row, config)) for row, config in enumerate(configs)]
+    refuse_sequences(max(len(session.input_ids) for session in sessions))
     if batch > 1:
         call.stages.check_blocks(branching=False)
     longest = max((session.config for session in sessions), key=lambda config: config.max_length)

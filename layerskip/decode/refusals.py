@@ -63,8 +63,17 @@ def refuse_configs(given: Any, cache: Any) -> None:
         raise ValueError("a cache of one's own goes with a single generation config, not with a list: leave it out")
     if not all(isinstance(config, GenerationConfig) for config in given):
         raise ValueError(f"generation_config={given!r}: the list must hold a GenerationConfig for each row")
-    if any(config.num_return_sequences not in (None, 1) for config in given):
-        raise ValueError("num_return_sequences does not go with a generation config for each row: repeat the row")
+    for config in given:
+        refuse_sequences(config.num_return_sequences or 1)
+
+
+def refuse_sequences(number: int) -> None:
+    """Of a row with a generation config of its own, only one can be returned."""
+    if number != 1:
+        raise ValueError(
+            f"num_return_sequences={number} does not go with a generation config for each row: leave it at 1, and "
+            "repeat the row"
+        )
 
 
 def refuse_block_of_trees(setting: Setting) -> None:
