@@ -44,8 +44,11 @@ class RowNoise(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Noisy (rows, vocab) scores."""
-        exponential = [torch.empty(scores.shape[1]).exponential_(generator=g) for g in self._generators]
-        return scores.float() - torch.stack(exponential).log().to(scores.device)
+        noisy = scores.float().clone()
+        for row, generator in zip(noisy, self._generators, strict=True):
+            open_ = row.isfinite().nonzero()[:, 0]  # what was ruled out needs none: of a large vocabulary nearly all
+            row[open_] -= torch.empty(len(open_)).exponential_(generator=generator).log().to(row.device)
+        return noisy
 
 
 def continue_prompts(
