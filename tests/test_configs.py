@@ -22,7 +22,7 @@ def test_run_config_is_read_and_names_its_command(path):
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_recipe_fits_its_model(path):
     config = load_config(path)
-    known = {"llama3.2-1b": 16, "llama2-7b": 32, "smollm2-domain": 30, "assistant": 30}
+    known = {"llama3.2-1b": 16, "llama2-7b": 32, "smollm2-finetune": 30, "smollm2-domain": 30, "assistant": 30}
     known |= {"llama2-13b": 40, "llama3-8b": 32, "llama1-7b-code": 32}
     layers = known.get(path.stem) or config.model.architecture["num_hidden_layers"]
     config.recipe.check(layers)
