@@ -176,6 +176,6 @@ class TrainConfig:
             "hub.when is best and best.keep is false: set best.keep=true, or hub.when=end",
         )
         check(
-            self.model.lora_rank is None or self.recipe.adapter_rank is None,
-            "model.lora_rank and recipe.adapter_rank do not go together yet: give one of them",
+            self.model.lora_rank is None or not self.recipe.has_adapters,
+            "model.lora_rank and recipe.adapter_rank or adapter_blocks do not go together yet: give one of them",
         )
