@@ -218,3 +218,86 @@ def test_a_layer_that_cannot_be_copied_is_refused():
         model = tiny.llama()
     with pytest.raises(UnsupportedModelError, match="floating-point dtype"):
         attach_adapters(model, [2], blocks=1)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"exits": (1, 2), "adapter_blocks": 2, "curriculum": "all"}])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "falcon"])
+def test_a_cache_that_training_makes_is_not_the_blocks(name, recipe):
+    """Models make one unless told not to (`use_cache`): the blocks would find the keys of the layers they replace."""
+    handle = prepare(tiny.architecture(name).train(), Recipe.preset("frozen-target", **recipe))
+    with torch.no_grad():
+        for weight in handle.adapters.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for use_cache in (True, False):
+        handle.model(input_ids=text(), labels=text(), use_cache=use_cache)
+        losses.append(handle.losses)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_an_interrupted_forward_leaves_no_layer_out(removed, tiny_llama):
+    """Not even one that raises what hooks do not hear of, as a notebook's stop button does."""
+    expected = tiny_llama(input_ids=text(1)).logits
+    handle = prepare(tiny_llama.train(), Recipe.preset("frozen-target", adapter_blocks=1, self_distillation=0.0))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = tiny_llama.model.norm.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_llama(input_ids=text(), labels=text())
+    hook.remove()
+    if removed:
+        handle.remove()
+        assert all("forward" not in vars(layer) for layer in tiny_llama.model.layers)
+    stages = Stages(tiny_llama.eval(), None)  # whose views know nothing of the model's hooks
+    torch.testing.assert_close(stages.verify(text(1), None, stages.new_cache()), expected)
+
+
+def test_a_cache_that_transformers_used_is_made_fit(tiny_llama):
+    """Its own forward adds positions that the block has not seen, `crop` and `reset` take them from all layers."""
+    model, prompt = with_block(tiny.endless(tiny_llama)), text(1, 6)
+    cache = RollbackCache(4)
+    keywords = {"exit_layer": 2, "do_sample": False, "cache": cache, "max_new_tokens": 6}
+    first = layerskip.generate(model, prompt, **keywords)
+    cache.crop(-3)
+    assert {layer.length for layer in [*cache.layers, *cache.blocks[2]]} == {8}
+    layerskip.generate(model, first, **keywords)
+    longer = torch.cat([first, text(1, 2)], dim=1)
+    cache.rollback(11)
+    with torch.no_grad():
+        Stages(model, None).run(model, longer[:, 11:13], cache, 0)
+    again = layerskip.generate(model, longer, **keywords)
+    assert torch.equal(again, model.generate(longer, do_sample=False, max_new_tokens=6))
+    assert [layer.length for layer in cache.blocks[2]] == [cache.length] * 2 == [len(again[0]) - 1] * 2
+    cache.reset()
+    assert torch.equal(layerskip.generate(model, prompt, **keywords), first)
+
+
+def test_blocks_that_were_loaded_keep_what_their_layers_keep_in_float32(tmp_path):
+    model = with_block(tiny.architecture("deepseek_v3"), 1)
+    model.save_pretrained(tmp_path)
+    save_adapters(model, tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    layer, block = half.model.layers[1], adapter_at(half, 1).layers[0]
+    dtypes = {name: value.dtype for name, value in layer.state_dict().items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert {name: value.dtype for name, value in block.state_dict().items()} == dtypes
+    assert {value.dtype for value in adapter_at(half.double(), 1).state_dict().values()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [{"blocks": n, "exits": [1]} for n in (0, -1, "x", 2.0, True, None)]
+    + [{"blocks": 1, "exits": exits} for exits in ("x", None, [], [0], [4], ["1"])]
+    + [{"blocks": 1, "rank": 2, "exits": [1]}, {"rank": -4, "exits": [1]}, {"blocks": 1}, "x"],
+)
+def test_a_config_that_names_no_adapters_is_told(adapters, tmp_path):
+    model = with_block(tiny.llama(), 1, blocks=1)
+    model.save_pretrained(tmp_path)
+    save_adapters(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded.config.layerskip = {"adapters": adapters}
+    with pytest.raises(ValueError, match=r"says layerskip\.adapters=.* as they were saved"):
+        adapter_at(loaded, 1)

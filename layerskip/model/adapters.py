@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from layerskip.checkpoint.companion import find_companion
 from layerskip.checkpoint.settings import carried, carry
@@ -61,7 +62,8 @@ class Given(NamedTuple):
 class ExitBlocks(nn.Module):
     """Decoder layers of the model's own kind that drafts run in the places of layers [E:E+n); copies of them when new.
 
-    They are given what those layers would be given (masks, rotary, a cache), and keep keys and values of their own.
+    They are given what those layers are given (masks, rotary), but for the cache, whose keys are those layers' own:
+    here they read whole texts at once. Drafts call the layers one by one, with keys and values of theirs.
 
     Raises:
         UnsupportedModelError: if a layer's weights are quantised or elsewhere, so that no copy of it can learn.
@@ -81,9 +83,14 @@ class ExitBlocks(nn.Module):
     def forward(self, hidden: Tensor, given: Sequence[Given]) -> Tensor:
         """(batch, n, hidden_size) after layer E-1, and what layers [E:E+n) were given -> the same shape."""
         for layer, (_, args, kwargs) in zip(self.layers, given, strict=True):
-            output = layer(hidden, *args, **kwargs)
+            own = {name: _without_cache(value) for name, value in kwargs.items()}
+            output = layer(hidden, *map(_without_cache, args), **own)
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden
+
+
+def _without_cache(argument: Any) -> Any:
+    return None if isinstance(argument, Cache) else argument
 
 
 def _copy(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
@@ -184,15 +191,18 @@ def adapters_of(model: PreTrainedModel) -> Adapters | None:
 
     Raises:
         FileNotFoundError: if the checkpoint's config names adapters but their file is not beside its weights.
-        ValueError: if that file holds others.
+        ValueError: if that file holds others, or the config does not say which.
     """
     attached = model._modules.get(_ATTRIBUTE)
     if isinstance(attached, nn.ModuleDict):
         return attached
     if model not in _loaded:
         _loaded[model] = _load(model)
-    adapters = _loaded[model]
-    return None if adapters is None else adapters.to(device_of(model), model.dtype)
+    if (adapters := _loaded[model]) is None:
+        return None
+    if next(adapters.parameters()).dtype != model.dtype:  # else left alone: blocks may have parts in float32, as layers
+        adapters.to(model.dtype)
+    return adapters.to(device_of(model))
 
 
 def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:
@@ -221,17 +231,34 @@ def _load(model: PreTrainedModel) -> Adapters | None:
     path = find_adapters(model.config)
     if path is None:
         return None
-    described = carried(model.config)["adapters"]
-    kind = Kind(described.get("rank"), described.get("blocks"))
-    adapters = _new(model, described["exits"], kind, 0)
+    kind, exits = _read(carried(model.config)["adapters"], len(decoder_layers(model)))
+    adapters = _new(model, exits, kind, 0)
     try:
         adapters.load_state_dict(load_file(path))
     except (RuntimeError, SafetensorError):  # other names or shapes, or no such file at all
         raise ValueError(
             f"{path} does not hold the adapters that the checkpoint's config names ({kind} at exits "
-            f"{', '.join(map(str, described['exits']))}): copy the file that was saved with these weights"
+            f"{', '.join(map(str, exits))}): copy the file that was saved with these weights"
         ) from None
     return adapters.eval().requires_grad_(False)
+
+
+def _read(described: Any, num_layers: int) -> tuple[Kind, list[int]]:
+    """Kind and exits of what `Kind.describe` gave, which somebody may have edited since."""
+
+    def number(value: Any, most: int | None = None) -> bool:
+        return type(value) is int and value >= 1 and (most is None or value <= most)
+
+    if isinstance(described, dict):
+        kind, exits = Kind(described.get("rank"), described.get("blocks")), described.get("exits")
+        one = [value for value in kind if value is not None]
+        known = isinstance(exits, list) and all(number(e, num_layers - 1) for e in exits)
+        if len(one) == 1 and number(one[0]) and exits and known:
+            return kind, exits
+    raise ValueError(
+        f"the checkpoint's config.json says layerskip.adapters={described!r}, which are none: it takes blocks or rank, "
+        f"1 or more, and exits, a list of numbers from 1 to {num_layers - 1}, as they were saved"
+    )
 
 
 def save_adapters(

@@ -60,12 +60,13 @@ class RollbackCache(_FullLayersCache):
 
     @property
     def length(self) -> int:
-        """Positions every layer holds.
+        """Positions every layer of the model holds. (Blocks may hold fewer, until `fit`: where others than `Stages`
+        decoded with the cache, such as `model.generate`.)
 
         Raises:
             RuntimeError: if early layers are ahead of late ones, as they are between a draft and its commit.
         """
-        lengths = {layer.length for layer in self._all}
+        lengths = {layer.length for layer in self.layers}
         if len(lengths) != 1:
             raise RuntimeError(f"layers hold different numbers of positions: {sorted(lengths)}")
         return lengths.pop()
@@ -79,6 +80,14 @@ class RollbackCache(_FullLayersCache):
         length = min(length, *(layer.length for layer in self._all))
         for layer in self._all:
             layer.rollback(length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers' name for a rollback by a (negative) number of positions."""
+        self.rollback(self.get_seq_length() - abs(tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rollback(0)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows (n,) of the batch, and forget the others."""

@@ -126,6 +126,7 @@ class Handle:
         adapters, which it drafts with."""
         for handle in self._hooks:
             handle.remove()
+        self._shortcut.close()
         self.model.loss_function = self._base_loss
         del self.model._layerskip_handle
 
@@ -144,6 +145,7 @@ class Handle:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         self._given.clear()
+        self._shortcut.close()
         if not (model.training and torch.is_grad_enabled()):
             return None
         self._warn_without_loss()
