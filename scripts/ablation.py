@@ -6,7 +6,7 @@ Each run is `python -m train configs/quickstart.yaml` with other settings, in a 
 finished is not repeated, so the script may be stopped and started at will. `--table` prints what there is so far.
 Then the exits of each model decode: `python -m infer benchmark` at the best exit and draft length of its forecast.
 
-Frozen target has no budget of its own: its adapters train on the finished model of `plain`, for as many tokens again.
+Frozen targets have no budget of their own: adapters train on the finished model of `plain`, for as many tokens again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN_TEXT_OFF = "data.own_text=0"
 PAPER = [OWN_TEXT_OFF, "recipe.preset=paper-scratch"]
 SELF_DISTILL = [OWN_TEXT_OFF, "recipe.preset=self-distill"]
+BLOCKS = [f"recipe.{choice}" for choice in ("exits=[1]", "adapter_blocks=2", "exit_weights=uniform", "curriculum=all")]
+BLOCKS += ["recipe.exit_loss_positions=1"]
+TWO_EXITS = ["recipe.exits=[2,3]", "recipe.exit_weights=shallow"]
 
 ARMS: dict[str, list[str]] = {
     "plain": [OWN_TEXT_OFF, "recipe.exit_loss_scale=0", "recipe.exit_weights=uniform", "recipe.max_dropout=0"],
@@ -38,7 +41,9 @@ ARMS: dict[str, list[str]] = {
     "self-distill, all positions": [*SELF_DISTILL, "recipe.exit_loss_positions=1"],
     "self-distill, own text at the end": [*SELF_DISTILL, "data.own_text=0.3"],
     "dont-drop-dropout": [OWN_TEXT_OFF, "recipe.preset=dont-drop-dropout", "recipe.exits=[2,3]"],
+    "two blocks behind layer 0": [*SELF_DISTILL, *BLOCKS],
     "frozen target": [OWN_TEXT_OFF, "recipe.preset=frozen-target"],
+    "frozen target, low-rank": [OWN_TEXT_OFF, "recipe.preset=frozen-target", "recipe.adapter_rank=128", *TWO_EXITS],
 }
 
 
@@ -53,7 +58,7 @@ def train(output: Path, arm: str, seed: int, options: argparse.Namespace) -> Non
     if result(run) is not None:
         return
     start = []
-    if arm == "frozen target":
+    if arm.startswith("frozen target"):
         plain = folder(output, "plain", seed)
         start = [f"model.name_or_path={plain}", "model.architecture=null", "tokenizer.train_vocab_size=null"]
         start += ["optim.learning_rate=1e-3"]

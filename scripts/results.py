@@ -64,8 +64,12 @@ TABLES = (
         "--arms loop,chain,auto,lookup,early-exit --exit-layers 3 --num-draft-tokens 2 --repeats 1 --num-prompts 4",
     ),
     Table(
-        *("adapted", "SmolLM2-135M-Instruct adapted to one domain, greedy", "adapted"),
-        "--arms loop,chain,auto,lookup,hybrid,early-exit --exit-layers 3 --num-draft-tokens 2 --repeats 1",
+        *("adapted", "SmolLM2-135M-Instruct in its domain, a frozen target with two blocks, greedy", "adapted"),
+        "--arms loop,chain,auto,lookup,hybrid --exit-layers 1 --num-draft-tokens 3 --repeats 1 --num-prompts 12",
+    ),
+    Table(
+        *("whole-head", "The same with the whole head of 49,152 tokens instead of the draft vocabulary", "adapted"),
+        "--arms chain,hybrid --no-draft-vocabulary --exit-layers 1 --num-draft-tokens 3 --repeats 1 --num-prompts 12",
     ),
 )
 BATCHES = Table("batches", "Batches of unequal prompts", "run", "--batch-sizes 1,2,4,8,16 --arms loop,chain,hybrid")
