@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from layerskip.forecast import measure_exits
+from layerskip.model.adapters import adapter_at
 from layerskip.model.anatomy import decoder_layers
 from layerskip.training.callback import RecipeCallback
 from layerskip.training.curriculum import active_exits, gradual, rotational
@@ -566,3 +567,23 @@ def test_in_trl(tmp_path):
     assert tuple(handle.losses) == (1, 4)
     after = measure_exits(model, [ids])
     assert all(after[exit_layer].loss < before[exit_layer].loss - 0.1 for exit_layer in (1, 2))
+
+
+@pytest.mark.parametrize("adapters", [{"adapter_rank": 4}, {"adapter_blocks": 1}])
+def test_a_trainers_checkpoints_carry_the_adapters(adapters, tmp_path):
+    """And a run that is resumed from one ends where the whole one did."""
+
+    def run(**kwargs):
+        handle = prepare(tiny.llama(), Recipe.preset("frozen-target", **adapters))
+        ids = torch.randint(3, 64, (8, 8), generator=torch.Generator().manual_seed(1))
+        arguments = TrainingArguments(
+            tmp_path, max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        data = [{"input_ids": row, "labels": row} for row in ids]
+        Trainer(handle.model, arguments, train_dataset=data, callbacks=[RecipeCallback(handle)]).train(**kwargs)
+        return [weight.detach().clone() for weight in handle.adapters.parameters()]
+
+    whole = run()
+    saved = adapter_at(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4"), 1)
+    assert all(map(torch.equal, saved.parameters(), whole))
+    assert all(map(torch.equal, run(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole))

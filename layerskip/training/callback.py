@@ -1,10 +1,15 @@
-"""For transformers' Trainer (and TRL's): tells the recipe at which step training is."""
+"""For transformers' Trainer (and TRL's): tells the recipe at which step training is, and keeps adapters."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from layerskip.model.adapters import ADAPTERS_FILE, save_adapters
 
 if TYPE_CHECKING:
     from layerskip.training.handle import Handle
@@ -12,6 +17,9 @@ if TYPE_CHECKING:
 
 class RecipeCallback(TrainerCallback):
     """Keeps a recipe's step at the trainer's, through gradient accumulation and resuming.
+
+    Exit adapters, which `save_pretrained` leaves out, are written into the trainer's checkpoints (those of a model that
+    is sharded are not) and read back at a resume from one of them.
 
     Without it each forward counts as a step from 0, so that dropout schedules and curricula would run too fast
     under accumulation and begin anew after a resume.
@@ -22,6 +30,18 @@ class RecipeCallback(TrainerCallback):
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self._micro_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = _checkpoint(args, state) / ADAPTERS_FILE
+        if self.handle.adapters is not None and state.global_step > 0 and path.exists():
+            self.handle.adapters.load_state_dict(load_file(path))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = [] if self.handle.adapters is None else list(self.handle.adapters.parameters())
+        sharded = any(hasattr(w, "placements") or hasattr(w, "ds_id") for w in weights)
+        folder = _checkpoint(args, state)
+        if weights and not sharded and state.is_world_process_zero and folder.is_dir():
+            save_adapters(self.handle.model, folder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._micro_step = 0
@@ -34,3 +54,8 @@ class RecipeCallback(TrainerCallback):
     def _tell(self, args: Any, state: Any) -> None:
         first_row = args.process_index * args.per_device_train_batch_size
         self.handle.set_step(state.global_step, self._micro_step, first_row)
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    """The folder that a trainer writes at the step it has come to."""
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
