@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 import layerskip
 from layerskip.draft.exits import known_exits
 from layerskip.forecast import measure_exits
-from layerskip.model.adapters import ExitBlocks, adapter_at, attach_adapters, save_adapters
+from layerskip.model.adapters import adapter_at, attach_adapters, save_adapters
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.cache import RollbackCache
+from layerskip.model.exit_layers import ExitBlocks
 from layerskip.model.exit_reader import ExitReader
 from layerskip.model.stages import Stages
 from layerskip.share.export import export_draft

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.adapters import Given, adapter_at, num_blocks
+from layerskip.model.adapters import adapter_at, num_blocks
 from layerskip.model.anatomy import check_exit_layer, decoder_layers, unwrap
+from layerskip.model.exit_layers import Given
 from layerskip.model.views import Head, listen
 
 

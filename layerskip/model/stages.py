@@ -6,7 +6,7 @@ not a second forward but a view of the model with another layer list:
     draft    embed -> [layers 0 .. E-1, Tap]                      -> norm, head    Tap keeps h_E
     verify   embed -> [Inject h_E, Skip x (E-1), layers E .. L-1] -> norm, head    Inject replaces the embeddings
 
-Where the exit has an adapter the Tap runs it. Blocks (`adapters.ExitBlocks`) are layers of the draft alone, with keys
+Where the exit has an adapter the Tap runs it. Blocks (`exit_layers.ExitBlocks`) are layers of the draft alone, with keys
 and values of their own: every token then passes through the draft.
 """
 
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from layerskip.model.adapters import ExitBlocks, adapter_at, num_blocks
+from layerskip.model.adapters import adapter_at, num_blocks
 from layerskip.model.anatomy import anatomy, check_exit_layer, decoder_layers, device_of, unwrap
 from layerskip.model.block import Block
 from layerskip.model.cache import RollbackCache
 from layerskip.model.draft_head import scatter, with_draft_head
+from layerskip.model.exit_layers import ExitBlocks
 from layerskip.model.self_check import check_blocks, check_cut
 from layerskip.model.views import Here, Inject, Placed, Skip, Tap, layers_return_tuples, with_layers
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from layerskip.model.adapters import Given
 from layerskip.model.anatomy import anatomy, decoder_layers, device_of
 from layerskip.model.block import Block, Sight
+from layerskip.model.exit_layers import Given
 
 
 class StandIn(nn.Module):

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from layerskip.checkpoint.settings import KEY
 from layerskip.checkpoint.whole_files import write_json
-from layerskip.model.adapters import ExitAdapter, ExitBlocks, adapter_at, num_blocks
+from layerskip.model.adapters import adapter_at, num_blocks
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
+from layerskip.model.exit_layers import ExitAdapter, ExitBlocks
 from layerskip.model.self_check import SELF_CHECK_TOLERANCE
 from layerskip.model.stages import Stages
 from layerskip.model.views import with_layers

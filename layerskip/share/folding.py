@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from layerskip.model.adapters import ExitAdapter
 from layerskip.model.anatomy import UnsupportedModelError
+from layerskip.model.exit_layers import ExitAdapter
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.checkpoint.settings import carry
-from layerskip.model.adapters import Adapters, ExitAdapter, ExitBlocks, Given, attach_adapters, drop_other_adapters
+from layerskip.model.adapters import Adapters, attach_adapters, drop_other_adapters
 from layerskip.model.anatomy import anatomy, decoder_layers, unwrap
+from layerskip.model.exit_layers import ExitAdapter, ExitBlocks, Given
 from layerskip.model.views import Head, layers_return_tuples, listen
 from layerskip.training.curriculum import active_exits
 from layerskip.training.dropout import Decision, DropoutHooks, dropout_rates, keep_decisions
