@@ -74,7 +74,9 @@ def conditions(found: dict[str, Any]) -> str:
     c = found["conditions"]
     lengths = f"{c['num_prompts']} prompts of at most {c['prompt_tokens']} tokens, {c['max_new_tokens']} new ones"
     machine = f"{c['cpu']}, {c['threads']} thread, load average {c['load_average']:.0f} on {c['cores']} cores"
-    versions = f"torch {c['torch'].split('+')[0]}, transformers {c['transformers']}, commit {c['commit'][:9]}"
+    versions = (
+        f"torch {c['torch'].split('+')[0]}, transformers {c['transformers']}, commit {(c['commit'] or 'unknown')[:9]}"
+    )
     model = f"{c['dtype']}, {c['attention']} attention"
     return f"{machine}; {model}; {versions}; {lengths}; {c['repeats']} repeats; {c['date'][:10]}."
 

@@ -73,7 +73,11 @@ def follow(command: str, tiny_run: Path, folder: Path) -> None:
     command = cheap(on(tiny_run, command))
     words = shlex.split(command)
     if words[:3] == ["python", "-m", "infer"] and not set(words) & {"|", ">", ">>", "<", "&&", ";"}:
+        setting = tiny_run / "generation_config.json"
+        before = setting.read_bytes()
         assert main(words[3:]) == 0, command
+        if "tune" in words:  # what it chose, perhaps "off", is this moment's; the next command's is not to depend on it
+            setting.write_bytes(before)
         return
     if "accelerate launch" in command or "python -m train configs" in command:
         command += f" run.output_dir={folder / 'run'} optim.max_steps=2"
