@@ -34,7 +34,7 @@ class TuneOptions:
     exit_layers: tuple[int, ...] | None = None  # None: those that were trained, else the first third
     max_draft_tokens: int = 8  # drafts of 1 to so many tokens
     trees: tuple[str | tuple[int, ...], ...] = TREES  # candidate trees beside the chains; empty: none
-    num_prompts: int = 12  # prompts to choose with; a quarter as many others confirm the choice
+    num_prompts: int = 24  # prompts to choose with; a quarter as many others confirm the choice
     prompt_tokens: int = 64  # longer prompts are cut
     max_new_tokens: int = 64  # tokens that each prompt is continued with
     temperature: float = 0.0  # of the decoding that is tuned for; 0 is greedy
