@@ -6,8 +6,8 @@ not a second forward but a view of the model with another layer list:
     draft    embed -> [layers 0 .. E-1, Tap]                      -> norm, head    Tap keeps h_E
     verify   embed -> [Inject h_E, Skip x (E-1), layers E .. L-1] -> norm, head    Inject replaces the embeddings
 
-Where the exit has an adapter the Tap runs it. Blocks (`exit_layers.ExitBlocks`) are layers of the draft alone, with keys
-and values of their own: every token then passes through the draft.
+Where the exit has an adapter the Tap runs it. Blocks (`exit_layers.ExitBlocks`) are layers of the draft alone, with
+keys and values of their own: every token then passes through the draft.
 """
 
 from __future__ import annotations
