@@ -15,11 +15,10 @@ from transformers.utils import logging
 
 from infer.errors import InputError, first_line
 from infer.options import ModelOptions
-from infer.source import local_folder
+from infer.source import check_exits, local_folder
 from infer.speculation import Auto, Tuned
 from layerskip.checkpoint.vocabulary import find_draft_vocabulary
 from layerskip.model.adapters import adapters_of, find_adapters
-from layerskip.model.anatomy import check_exit_layer
 from layerskip.model.machine import fast_dtype
 from layerskip.model.stages import Stages
 
@@ -65,7 +64,7 @@ def load(
         torch.set_num_threads(options.threads)
     device = _device(options.device)
     config = _read(options.model, "a model configuration", AutoConfig.from_pretrained, source, **where)
-    _check_exit_layers(config, exit_layers)
+    check_exits(exit_layers, config.get_text_config(decoder=True).num_hidden_layers)
     _check_companions(config, needs_vocabulary)
     tokenizer = _read(options.model, "a tokenizer", AutoTokenizer.from_pretrained, source, **where)
     _check_vocabulary(config, tokenizer)
@@ -126,16 +125,6 @@ def _hub_answers() -> bool:
     except Exception:  # no name server, no route, offline mode, a proxy that refuses
         return False
     return True
-
-
-def _check_exit_layers(config: "PretrainedConfig", exit_layers: Sequence[int | Auto | Tuned | None]) -> None:
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    try:
-        for exit_layer in exit_layers:
-            if isinstance(exit_layer, int):
-                check_exit_layer(exit_layer, num_layers)
-    except ValueError as error:
-        raise InputError(str(error)) from None
 
 
 def _check_companions(config: "PretrainedConfig", needs_vocabulary: bool) -> None:

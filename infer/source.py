@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InputError
+from layerskip.model.exit_number import check_exit_layer
 
 RUNS = "runs"  # where training writes; nobody of that name is on the Hub
 # What a config.json calls its number of layers: transformers knows them all as num_hidden_layers.
@@ -28,7 +29,8 @@ def local_folder(name: str, exit_layers: Sequence[Any] | None = None) -> Path | 
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{name} holds no config.json{_what_it_holds(path)}: give the folder of a saved model")
-        _check_exits(path, [exit_layer for exit_layer in exit_layers or () if isinstance(exit_layer, int)])
+        if exit_layers and (num_layers := _num_layers(path)) is not None:  # else told by `infer.loading`
+            check_exits(exit_layers, num_layers)
         return path
     if path.exists():
         raise InputError(f"{name} is a file: give the folder of a saved model, or a Hub id")
@@ -46,15 +48,14 @@ def _what_it_holds(folder: Path) -> str:
     return f" (its training is not finished; {checkpoints[-1].parent} is its last checkpoint)" if checkpoints else ""
 
 
-def _check_exits(folder: Path, exit_layers: Sequence[int]) -> None:
-    """As `infer.loading` does with transformers' config, in no time; a config that does not say is left to it."""
-    num_layers = _num_layers(folder) if exit_layers else None
-    wrong = next((e for e in exit_layers if num_layers is not None and not 1 <= e < num_layers), None)
-    if wrong is not None and num_layers is not None:
-        raise InputError(
-            f"exit_layer={wrong} is out of range: this model has {num_layers} layers, so choose 1 to {num_layers - 1} "
-            "(the number of layers that draft)"
-        )
+def check_exits(exit_layers: Sequence[Any], num_layers: int) -> None:
+    """Raise `InputError` unless a model of so many layers has these exits; what is no number is passed over."""
+    try:
+        for exit_layer in exit_layers:
+            if isinstance(exit_layer, int):
+                check_exit_layer(exit_layer, num_layers)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _num_layers(folder: Path) -> int | None:

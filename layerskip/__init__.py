@@ -8,8 +8,9 @@ Names are loaded when first used, so that importing the package costs nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from layerskip.lazy import lazily
 
 __version__ = "0.1.0"
 
@@ -62,10 +63,7 @@ if TYPE_CHECKING:
     from layerskip.training.recipe import Recipe, prepare
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'layerskip' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"layerskip.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import layerskip
-from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer
+from layerskip.model.anatomy import UnsupportedModelError, anatomy
+from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.exit_reader import ExitReader
 from layerskip.model.stages import Stages
 from tests import tiny

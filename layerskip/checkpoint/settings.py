@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip.draft.draft_stop import KINDS
-from layerskip.model.anatomy import check_exit_layer, num_layers
+from layerskip.model.anatomy import num_layers
+from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.tree import MAX_TREE_TOKENS, Shape, parse_shape
 
 DEFAULT_NUM_DRAFT_TOKENS = 4

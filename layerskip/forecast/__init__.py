@@ -9,8 +9,9 @@ Names are loaded when first used: the loop that is timed here takes some of them
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from layerskip.lazy import lazily
 
 _HOMES = {
     "Cycle": "paper",
@@ -52,7 +53,4 @@ if TYPE_CHECKING:
     from layerskip.forecast.paper import Cycle, cycle
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'layerskip.forecast' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"layerskip.forecast.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)

@@ -128,18 +128,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(model.get_submodule(".".join(anatomy(model).layers_path)))  # type: ignore[call-overload]
 
 
-def check_exit_layer(exit_layer: int, num_layers: int) -> int:
-    """Return `exit_layer` if it is one of 1 .. L-1, else raise ValueError."""
-    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int):
-        raise ValueError(f"exit_layer must be a whole number of layers, got {exit_layer!r}")
-    if not 1 <= exit_layer < num_layers:
-        raise ValueError(
-            f"exit_layer={exit_layer} is out of range: this model has {num_layers} layers, so choose "
-            f"1 to {num_layers - 1} (the number of layers that draft)"
-        )
-    return exit_layer
-
-
 def _num_positions(model: PreTrainedModel) -> int | None:
     """The config's number, where the decoder has a table of about as many rows: learned ones are an embedding (some
     models leave its first two rows unused), others a buffer."""

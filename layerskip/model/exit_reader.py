@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.model.adapters import adapter_at, num_blocks
-from layerskip.model.anatomy import check_exit_layer, decoder_layers, unwrap
+from layerskip.model.anatomy import decoder_layers, unwrap
 from layerskip.model.exit_layers import Given
+from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.views import Head, listen
 
 

@@ -12,20 +12,31 @@ keys and values of their own: every token then passes through the draft.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from layerskip.model.adapters import adapter_at, num_blocks
-from layerskip.model.anatomy import anatomy, check_exit_layer, decoder_layers, device_of, unwrap
+from layerskip.model.adapters import adapter_at
+from layerskip.model.anatomy import anatomy, decoder_layers, device_of, unwrap
 from layerskip.model.block import Block
 from layerskip.model.cache import RollbackCache
 from layerskip.model.draft_head import scatter, with_draft_head
 from layerskip.model.exit_layers import ExitBlocks
+from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.self_check import check_blocks, check_cut
 from layerskip.model.views import Here, Inject, Placed, Skip, Tap, layers_return_tuples, with_layers
+
+
+class _Cut(NamedTuple):
+    """The model cut at one exit."""
+
+    early: nn.Module
+    tap: Tap
+    late: nn.Module
+    inject: Inject
+    num_blocks: int  # layers of the draft's own behind the tap
 
 
 class Stages:
@@ -60,7 +71,7 @@ class Stages:
         self._layers = [Placed(layer, sight, self._here) for layer, sight in sights]
         self.whole = with_layers(self.model, self.anatomy.layers_path, list(self._layers))
         self.draft_vocabulary = None if draft_vocabulary is None else draft_vocabulary.to(device_of(self.model))
-        self._cuts: dict[int, tuple[nn.Module, Tap, nn.Module, Inject]] = {}
+        self._cuts: dict[int, _Cut] = {}
         self._num_blocks = 0
         if self.exit_layer is not None:
             self.use(self.exit_layer)
@@ -70,11 +81,11 @@ class Stages:
         to or from an exit with blocks, whose keys and values would miss what others drafted.)"""
         if exit_layer not in self._cuts:
             self._cuts[exit_layer] = self._cut(check_exit_layer(exit_layer, self.num_layers))
-        self.exit_layer, self._num_blocks = exit_layer, num_blocks(self.model, exit_layer)
-        self._early, self._tap, self._late, self._inject = self._cuts[exit_layer]
+        self.exit_layer = exit_layer
+        self._early, self._tap, self._late, self._inject, self._num_blocks = self._cuts[exit_layer]
         check_cut(self, exit_layer)
 
-    def _cut(self, exit_layer: int) -> tuple[nn.Module, Tap, nn.Module, Inject]:
+    def _cut(self, exit_layer: int) -> _Cut:
         layers, path = self._layers, self.anatomy.layers_path
         returns_tuple = layers_return_tuples(self.model)
         tap = Tap(layers[exit_layer], returns_tuple)
@@ -91,7 +102,8 @@ class Stages:
         if self.draft_vocabulary is not None:
             self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
             early = with_draft_head(early, self.model, self.draft_vocabulary)
-        return early, tap, with_layers(self.model, path, [inject, *skips, *layers[exit_layer:]]), inject
+        late = with_layers(self.model, path, [inject, *skips, *layers[exit_layer:]])
+        return _Cut(early, tap, late, inject, len(blocks))
 
     def new_cache(self, capacity: int = 256, limit: int | None = None) -> RollbackCache:
         return RollbackCache(self.num_layers, capacity, limit)

@@ -19,10 +19,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from layerskip.checkpoint.settings import KEY
-from layerskip.checkpoint.whole_files import write_json
+from layerskip.checkpoint.whole_files import read_json, write_json
 from layerskip.model.adapters import adapter_at, num_blocks
-from layerskip.model.anatomy import UnsupportedModelError, anatomy, check_exit_layer, decoder_layers, device_of, unwrap
+from layerskip.model.anatomy import UnsupportedModelError, anatomy, decoder_layers, device_of, unwrap
 from layerskip.model.exit_layers import ExitAdapter, ExitBlocks
+from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.self_check import SELF_CHECK_TOLERANCE
 from layerskip.model.stages import Stages
 from layerskip.model.views import with_layers
@@ -166,8 +167,7 @@ def check_early_exit(model: PreTrainedModel, exit_layer: int, num_new: int = 12)
 
 def carries_early_exit(folder: str | os.PathLike[str]) -> bool:
     """Whether the checkpoint in `folder` asks for transformers' own early exit."""
-    path = Path(folder) / "generation_config.json"
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get(_EARLY_EXIT[0]))
+    return bool(read_json(Path(folder) / "generation_config.json").get(_EARLY_EXIT[0]))
 
 
 def write_early_exit(folder: str | os.PathLike[str], exit_layer: int | None, num_draft_tokens: int | None) -> Path:
