@@ -497,9 +497,9 @@ def test_in_transformers_trainer_the_step_is_the_trainers(tmp_path):
         return model, handle
 
     whole, handle = run(tmp_path / "whole")
-    assert (handle._step, handle._micro_step) == (5, 1)
+    assert handle._at[:2] == (5, 1)
     resumed, handle = run(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-3"))
-    assert handle._step == 5
+    assert handle._at.step == 5
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(parameter, resumed.state_dict()[name], atol=1e-6, rtol=1e-5)
 
@@ -563,7 +563,7 @@ def test_in_trl(tmp_path):
         callbacks=[RecipeCallback(handle)],
     )
     trainer.train()
-    assert (handle._step, handle._micro_step) == (2, 1)
+    assert handle._at[:2] == (2, 1)
     assert tuple(handle.losses) == (1, 4)
     after = measure_exits(model, [ids])
     assert all(after[exit_layer].loss < before[exit_layer].loss - 0.1 for exit_layer in (1, 2))
