@@ -54,6 +54,15 @@ def test_only_the_adapters_learn(checkpoint):
     assert all(adapter_at(model, e).up.weight.any() for e in (1, 2))
 
 
+def test_a_recipe_that_trains_the_model_does_not_take_a_frozen_one():
+    """Whose every step would train nothing, and be told by an error of autograd's."""
+    model = tiny.llama()
+    prepare(model, RECIPE).remove()
+    with pytest.raises(ValueError, match=r"no weight of this model learns .* Call model.requires_grad_\(True\)"):
+        prepare(model, Recipe())
+    prepare(model.requires_grad_(True), Recipe())
+
+
 def test_adapters_make_the_exits_agree_more(checkpoint):
     original, model, _ = checkpoint
     before, after = measure_exits(original, [batch()]), measure_exits(model, [batch()])

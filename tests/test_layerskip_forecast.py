@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import layerskip
 from layerskip.exact.acceptance import accept_sampled, walk_sampled
@@ -175,6 +176,12 @@ def test_costs_of_this_machine_are_sane():
     assert costs.plain > 0
     assert set(costs.draft) == set(costs.extend) == set(costs.verify) == {1, 3}
     assert all(seconds > 0 for table in costs.verify.values() for seconds in table.values())
+
+
+def test_costs_are_timed_within_the_models_positions():
+    """A table of learned positions has no rows past its end."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=24, vocab_size=64, eos_token_id=1))
+    assert measure_costs(model, [1], max_draft_tokens=8, context=128, repeats=1, trees=[(2, 2)]).plain > 0
 
 
 def test_documents_in_one_row_measure_as_they_do_alone():

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import EvalResult, ModelCard, constants
 from huggingface_hub.utils import close_session
+from safetensors.torch import save_file
 
 from layerskip.checkpoint.vocabulary import DRAFT_VOCABULARY_FILE
 from layerskip.custom_generate import REQUIREMENTS
@@ -437,8 +439,20 @@ def test_a_checkpoint_that_lost_what_its_config_names_is_not_uploaded(run_dir, k
     write(run_dir, "config", config)
     with pytest.raises(hub.HubError, match=f"holds no {file}"):
         shared_files(run_dir)
-    (run_dir / file).write_text("{}")
+    save_file({"2.up.weight": torch.ones(1)}, run_dir / file)
     assert file in {shared.name for shared in shared_files(run_dir)}
+
+
+def test_adapters_of_other_exits_than_the_config_names_are_not_uploaded(run_dir):
+    config = json.loads((run_dir / "config.json").read_text())
+    config["layerskip"]["adapters"] = {"blocks": 1, "exits": [2]}
+    write(run_dir, "config", config)
+    save_file({"1.layers.0.weight": torch.ones(1)}, run_dir / ADAPTERS_FILE)
+    with pytest.raises(hub.HubError, match=r"has adapters for exit 1, and config\.json names 2: copy the file"):
+        shared_files(run_dir)
+    (run_dir / ADAPTERS_FILE).write_bytes(b"torn")
+    with pytest.raises(hub.HubError, match="cannot be read"):
+        shared_files(run_dir)
 
 
 def test_the_card_tells_of_a_draft_vocabulary(run_dir):

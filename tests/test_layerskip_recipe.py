@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
 
 from layerskip.forecast import measure_exits
 from layerskip.model.adapters import adapter_at
@@ -451,6 +451,8 @@ def test_remove_takes_everything_off(tiny_llama):
         ({"exits": (1.5,)}, "is no list"),
         ({"max_dropout": "0.1"}, "max_dropout='0.1' is not a number"),
         ({"adapter_rank": 2.5, "max_dropout": 0}, "adapter_rank=2.5 is not a whole number"),
+        ({"distillation_temperature": 1e-320}, "distillation_temperature=1e-320 is out of range: 0.01 or more, finite"),
+        ({"exit_loss_positions": 0}, "exit_loss_positions=0 is out of range: above 0 to 1"),
         ({"exit_loss_scale": float("inf")}, "exit_loss_scale=inf is out of range: 0 or more, finite"),
     ],
 )
@@ -587,3 +589,15 @@ def test_a_trainers_checkpoints_carry_the_adapters(adapters, tmp_path):
     saved = adapter_at(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4"), 1)
     assert all(map(torch.equal, saved.parameters(), whole))
     assert all(map(torch.equal, run(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole))
+
+
+def test_a_sharded_trainer_tells_that_adapters_are_left_out(tmp_path):
+    handle = prepare(tiny.llama(), Recipe.preset("frozen-target", adapter_rank=4))
+    next(iter(handle.adapters.parameters())).ds_id = 0  # as ZeRO-3 marks what it shares out
+    callback, state = RecipeCallback(handle), TrainerState(global_step=2, is_world_process_zero=True)
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.warns(UserWarning, match="leave the exit adapters out"):
+        callback.on_train_begin(arguments, state, None)
+    callback.on_save(arguments, state, None)
+    assert not list((tmp_path / "checkpoint-2").iterdir())

@@ -65,10 +65,8 @@ def cost_model(
     lengths: list[Any] = [setting.num_draft_tokens for setting in settings]
     longest = max(2, *lengths)
     context = sum(prompt.shape[1] for prompt in prompts) // len(prompts) + arguments["max_new_tokens"] // 2
-    if loaded.max_positions is not None:
-        context = min(context, loaded.max_positions - longest - 1)
     vocabulary = draft_vocabulary_of(loaded.model)
-    costs = measure_costs(loaded.model, exits, longest, max(1, context), draft_vocabulary=vocabulary)
+    costs = measure_costs(loaded.model, exits, longest, context, draft_vocabulary=vocabulary)
     bookkeeping = measure_bookkeeping(loaded.model, longest, **arguments)
     paper = paper_costs(loaded.model, exits, vocabulary)
     return CostModel(replace(costs, bookkeeping=bookkeeping), paper, vocabulary is not None)

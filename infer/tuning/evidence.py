@@ -144,15 +144,13 @@ def time_costs(
     advance: Advance,
 ) -> Costs:
     """The stages in the middle of these outputs, and the loop around them."""
-    longest, room = options.max_draft_tokens, max((parse_shape(tree).num_nodes for tree in trees), default=0)
+    longest = options.max_draft_tokens
     context = sum(inputs["input_ids"].shape[1] for inputs in texts) // len(texts) - options.max_new_tokens // 2
-    if loaded.max_positions is not None:
-        context = min(context, loaded.max_positions - max(longest, room) - 1)
     costs = measure_costs(
         loaded.model,
         exits,
         longest,
-        max(1, context),
+        context,
         _REPEATS,
         draft_vocabulary_of(loaded.model),
         lambda exit_layer: advance(f"timed exit {exit_layer}"),

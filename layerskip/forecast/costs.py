@@ -8,6 +8,7 @@ machine then hits all alike. (The fastest of several calls flatters short ones, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from layerskip.model.block import Block, place
 from layerskip.model.cache import RollbackCache
 from layerskip.model.stages import Stages
 from layerskip.model.tree import parse_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Tree = str | tuple[int, ...]
 _DRAFTS = 2  # drafted tokens before a verification that is timed
@@ -40,7 +44,7 @@ def measure_costs(
     caches as drafting left them. Every number of positions is timed: some are slower than larger ones.
 
     Args:
-        context: tokens in the cache.
+        context: tokens in the cache, or as many as the model's positions leave room for.
         repeats: of every timing, of which the median counts.
         draft_vocabulary: (n,) ascending token ids; drafts are then timed with the head cut to them as well.
         advance: is told each exit layer when it is done.
@@ -50,6 +54,7 @@ def measure_costs(
     inner = unwrap(model)
     training = inner.training
     inner.eval()
+    context = _fitting(inner, context, max_draft_tokens, trees)
     clocks = []
     try:
         whole = Stages(inner, None)
@@ -74,6 +79,13 @@ def measure_costs(
     finally:
         inner.train(training)
     return _costs(plain, clocks)
+
+
+def _fitting(model: PreTrainedModel, context: int, max_draft_tokens: int, trees: Sequence[Tree]) -> int:
+    """`context`, or less where the longest pass would run past the model's last position."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(max_draft_tokens + 1, *(num_verified(parse_shape(tree)) for tree in trees), 0)
+    return max(1, context if limit is None else min(context, limit - longest))
 
 
 def _repeats(least: int, seconds: float, clock: Callable[[], float]) -> Iterator[None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +127,11 @@ def adapters_of(model: PreTrainedModel) -> Adapters | None:
     if next(adapters.parameters()).dtype != model.dtype:  # else left alone: blocks may have parts in float32, as layers
         adapters.to(model.dtype)
     return adapters.to(device_of(model))
+
+
+def own_weights(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """The model's weights without those of adapters that it trains."""
+    return (weight for name, weight in model.named_parameters() if not name.startswith(f"{_ATTRIBUTE}."))
 
 
 def adapter_at(model: PreTrainedModel, exit_layer: int) -> nn.Module | None:

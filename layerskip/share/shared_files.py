@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import get_token
+from safetensors import SafetensorError, safe_open
 
 from layerskip.share.run_record import (
     PICTURES,
@@ -126,6 +128,23 @@ def check_checkpoint(run_dir: Path) -> None:
     missing = sorted(shard for shard in shards if not (run_dir / shard).is_file())
     if missing:
         raise HubError(f"{run_dir} holds no {missing[0]}: only a whole checkpoint in safetensors is uploaded")
+    if carried.get("adapters"):
+        _check_adapters(run_dir / _COMPANIONS["adapters"], carried["adapters"])
+
+
+def _check_adapters(path: Path, described: dict[str, Any]) -> None:
+    """Raise HubError unless the file has weights for just the exits that the config names."""
+    try:
+        with safe_open(path, framework="np") as file:
+            found = {name.partition(".")[0] for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except SafetensorError as error:
+        raise HubError(f"{path} cannot be read ({error}): save the adapters again") from None
+    named = {str(exit_layer) for exit_layer in described.get("exits") or ()}
+    if found != named:
+        raise HubError(
+            f"{path} has adapters for exit {', '.join(sorted(found)) or 'none'}, and config.json names "
+            f"{', '.join(sorted(named))}: copy the file that was saved with these weights"
+        )
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.checkpoint.settings import carry
-from layerskip.model.adapters import Adapters, attach_adapters, drop_other_adapters
+from layerskip.model.adapters import Adapters, attach_adapters, drop_other_adapters, own_weights
 from layerskip.model.anatomy import anatomy, decoder_layers, unwrap
 from layerskip.model.exit_layers import Given
 from layerskip.model.views import layers_return_tuples, listen
@@ -47,6 +47,11 @@ class Handle:
         self.adapters: Adapters | None = None
         if recipe.freeze_model:
             self.model.requires_grad_(False)
+        elif not any(weight.requires_grad for weight in own_weights(self.model)):
+            raise ValueError(
+                "no weight of this model learns (requires_grad), and the recipe trains it: an earlier recipe may have "
+                "frozen it. Call model.requires_grad_(True), or take a recipe with freeze_model=True"
+            )
         if not recipe.has_adapters:
             drop_other_adapters(self.model)
         else:

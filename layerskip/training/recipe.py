@@ -21,14 +21,14 @@ CHOICES = {
     "exit_weights": ("paper", "uniform", "shallow"),
     "curriculum": ("rotational", "gradual", "all"),
 }
-# name -> (may it be 0, highest value or None)
-_RANGES: dict[str, tuple[bool, float | None]] = {
-    "max_dropout": (True, 1.0),
-    "exit_loss_scale": (True, None),
-    "exit_loss_positions": (False, 1.0),
-    "self_distillation": (True, 1.0),
-    "distillation_temperature": (False, None),
-    "reference_weight": (True, None),
+# name -> (lowest value, may it be that, highest value or None)
+_RANGES: dict[str, tuple[float, bool, float | None]] = {
+    "max_dropout": (0, True, 1.0),
+    "exit_loss_scale": (0, True, None),
+    "exit_loss_positions": (0, False, 1.0),
+    "self_distillation": (0, True, 1.0),
+    "distillation_temperature": (0.01, True, None),  # logits are divided by it
+    "reference_weight": (0, True, None),
 }
 _COUNTS = ("curriculum_stride", "total_steps", "adapter_rank", "adapter_blocks")
 
@@ -72,11 +72,13 @@ class Recipe:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}")
-        for name, (zero, high) in _RANGES.items():
+        for name, (low, inclusive, high) in _RANGES.items():
             value = getattr(self, name)
-            if not ((value >= 0 if zero else value > 0) and (value < math.inf if high is None else value <= high)):
-                low, above = ("0", " or more, finite") if zero else ("above 0", ", finite")
-                raise ValueError(f"{name}={value} is out of range: {low}{above if high is None else f' to {high:g}'}")
+            above = value >= low if inclusive else value > low
+            if not (above and (value < math.inf if high is None else value <= high)):
+                least = f"{low:g}" if inclusive else f"above {low:g}"
+                most = f" to {high:g}" if high is not None else " or more, finite"
+                raise ValueError(f"{name}={value} is out of range: {least}{most}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
