@@ -111,7 +111,7 @@ MISTAKES = {
     "data.sequence_length=4": "data.sequence_length is 4; it must be at least 32",
     "recipe.max_dropout=1.5": "recipe: max_dropout=1.5 is out of range",
     "recipe.exit_loss_scale=.inf": "recipe: exit_loss_scale=inf is out of range: 0 or more, finite",
-    "recipe.distillation_temperature=0": "recipe: distillation_temperature=0.0 is out of range: above 0, finite",
+    "recipe.distillation_temperature=0": "recipe: distillation_temperature=0.0 is out of range: 0.01 or more, finite",
     "recipe.curriculum=spiral": "recipe: curriculum='spiral' is unknown",
     "run.resume=maybe": "run.resume is 'maybe'; it must be one of auto, never",
     "run.name=7": "run.name is 7; it must be text (str)",

@@ -172,11 +172,7 @@ class TrainConfig:
             "tokenizer.train_vocab_size",
         )
         check(
-            self.hub.when != "best" or self.hub.repo is not None,
-            "hub.when is best, and nothing is uploaded without hub.repo: give it, or leave hub.when out",
-        )
-        check(
-            self.hub.when != "best" or self.best.keep,
+            self.hub.repo is None or self.hub.when != "best" or self.best.keep,
             "hub.when is best and best.keep is false: set best.keep=true, or hub.when=end",
         )
         check(
