@@ -35,7 +35,7 @@ ARMS: dict[str, list[str]] = {
     "paper recipe": PAPER,
     "paper + self-distillation": [*PAPER, "recipe.self_distillation=0.5"],
     "paper + shallow focus": [*SELF_DISTILL, "recipe.self_distillation=0", "recipe.exit_loss_positions=1"],
-    "self-distill": SELF_DISTILL,
+    "self-distill": SELF_DISTILL,  # Recipe's defaults
     "self-distill, no dropout": [*SELF_DISTILL, "recipe.max_dropout=0"],
     "self-distill, dropout 0.5 linear": [*SELF_DISTILL, "recipe.max_dropout=0.5", "recipe.dropout_depth=linear"],
     "self-distill, all positions": [*SELF_DISTILL, "recipe.exit_loss_positions=1"],

@@ -29,7 +29,7 @@ from layerskip.training.recipe import Recipe, prepare
 from scripts.shapes import smollm2_135m
 
 ONE_EXIT = Recipe(
-    max_dropout=0, exits=(3,), exit_weights="uniform", exit_loss_scale=0.5, curriculum="all", self_distillation=0.5
+    max_dropout=0, exits=(3,), exit_weights="uniform", exit_loss_scale=0.5, exit_loss_positions=1, curriculum="all"
 )
 ARMS: dict[str, Recipe | None] = {
     "plain": None,
@@ -38,8 +38,8 @@ ARMS: dict[str, Recipe | None] = {
     "one exit, 1/2 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 2),
     "one exit, 1/4 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 4),
     "one exit, 1/8 of the positions": replace(ONE_EXIT, exit_loss_positions=1 / 8),
-    "self-distill": Recipe.preset("self-distill"),
-    "self-distill, p_max 0.5 linear": Recipe.preset("self-distill", max_dropout=0.5, dropout_depth="linear"),
+    "default": Recipe(),
+    "default, p_max 0.5 linear": Recipe(max_dropout=0.5, dropout_depth="linear"),
     "frozen-target": Recipe.preset("frozen-target"),
 }
 FIVE_EXITS = replace(ONE_EXIT, exits=(2, 3, 4, 6, 8), exit_loss_scale=0.2)

@@ -62,4 +62,5 @@ def test_the_papers_numbers(name):
     numbers = (recipe.max_dropout, recipe.exit_loss_scale, recipe.curriculum_stride)
     assert (*numbers, optim.max_steps, optim.learning_rate, optim.global_batch_size) == PAPER[name]
     assert (recipe.exit_weights, recipe.dropout_depth, recipe.curriculum) == ("paper", "exponential", "rotational")
+    assert (recipe.exit_loss_positions, recipe.self_distillation) == (1, 0)
     assert recipe.dropout_time == ("rising" if "scratch" in name else "constant")

@@ -159,6 +159,9 @@ def test_presets_are_the_papers_numbers():
     assert dropout_rates(scratch, 24, 9)[-1] == pytest.approx(0.1)
     assert [len(active_exits(scratch, 24, step)) for step in range(4)] == [2, 2, 2, 2]  # R = 23, and the last
     assert Recipe.preset("paper-continual", exit_loss_scale=0.1).exit_loss_scale == 0.1
+    for recipe in (continual, scratch, Recipe.preset("paper-finetune"), Recipe.preset("paper-finetune-task")):
+        assert (recipe.exit_loss_positions, recipe.self_distillation) == (1, 0)
+    assert Recipe.preset("self-distill") == Recipe()
     with pytest.raises(ValueError, match="preset='paper'"):
         Recipe.preset("paper")
 
@@ -331,7 +334,14 @@ def test_self_distillation_does_not_move_the_last_layer(tiny_llama):
 
 
 def test_on_its_own_text_only_the_exits_learn_and_only_from_the_model(tiny_llama):
-    recipe = Recipe(max_dropout=0, exits=(1, 2), curriculum="all", exit_weights="uniform", self_distillation=0.0)
+    recipe = Recipe(
+        max_dropout=0,
+        exits=(1, 2),
+        curriculum="all",
+        exit_weights="uniform",
+        exit_loss_positions=1,
+        self_distillation=0,
+    )
     handle = prepare(tiny_llama, recipe)
     tiny_llama.train()
     handle.set_step(0, own_text=True)

@@ -50,7 +50,7 @@ class Recipe:
     exit_loss_scale: float = 0.5  # e_scale: how much early exits weigh against the last layer
     exit_weights: str = "shallow"  # e(l): falls with depth; uniform: e_scale each; paper: grows with depth
     exits: tuple[int, ...] | None = None  # early exits that are trained; None: all, or for shallow two near the top
-    exit_loss_positions: float = 1.0  # share of the positions an exit learns from, drawn anew each step (unbiased)
+    exit_loss_positions: float = 0.25  # share of the positions an exit learns from, drawn anew each step (unbiased)
     curriculum: str = "rotational"  # C(t,l): which of them at a step: every R-th in turn, gradual, or all
     curriculum_stride: int | None = 2  # R, rotational only; None: L - 1 (paper, from scratch)
     include_last: bool = True  # the last layer is in the loss at every step, whatever the curriculum says
