@@ -223,7 +223,7 @@ def train(engine_name: str, variant_name: str, folder: Path) -> None:
         first_row = engine.rank * micro_batch  # within the micro-step, over all processes
         start = micro_step * micro_batch * engine.processes + first_row
         ids = batches(step)[start : start + micro_batch]
-        handle.set_step(step, micro_step, first_row, own_text=step in variant.own_text)
+        handle.set_step(step, start, own_text=step in variant.own_text)
         return engine.model(input_ids=ids, labels=ids, num_items_in_batch=num_items, use_cache=False).loss
 
     losses, exits = [], []

@@ -112,16 +112,16 @@ def test_a_frozen_target_trains_its_deepest_exit_where_the_rotation_trains_none(
 
 def test_decisions_do_not_depend_on_how_the_batch_is_shared():
     rates = (0.0, 0.3, 0.6)
-    whole = keep_decisions(rates, 8, seed=1, step=5, micro_step=2, first_row=0)
-    halves = [keep_decisions(rates, 4, 1, 5, 2, first) for first in (0, 4)]
+    whole = keep_decisions(rates, 8, seed=1, step=5, first_row=0)
+    halves = [keep_decisions(rates, 4, 1, 5, first) for first in (0, 4)]
     assert torch.equal(whole, torch.cat(halves, dim=1))
 
 
-def test_decisions_differ_by_step_micro_step_and_seed_and_follow_the_rates():
+def test_decisions_differ_by_seed_step_and_row_and_follow_the_rates():
     rates = (0.0, 0.25, 0.75)
-    base = keep_decisions(rates, 4000, 1, 5, 2, 0)
-    for other in ((2, 5, 2), (1, 6, 2), (1, 5, 3)):
-        assert not torch.equal(base, keep_decisions(rates, 4000, *other, 0))
+    base = keep_decisions(rates, 4000, 1, 5, 0)
+    for other in ((2, 5, 0), (1, 6, 0), (1, 5, 4000)):
+        assert not torch.equal(base, keep_decisions(rates, 4000, *other))
     assert base.float().mean(1).tolist() == pytest.approx([1.0, 0.75, 0.25], abs=0.03)
 
 
@@ -129,9 +129,9 @@ def test_decisions_per_batch_are_one_for_all_rows_and_processes():
     rates = (0.0, 0.5, 0.5)
     seen = set()
     for step in range(20):
-        keep = keep_decisions(rates, 4, 1, step, 0, first_row=0, per="batch")
+        keep = keep_decisions(rates, 4, 1, step, first_row=0, per="batch")
         assert torch.equal(keep, keep[:, :1].expand(3, 4))
-        assert torch.equal(keep, keep_decisions(rates, 4, 1, step, 0, first_row=4, per="batch"))
+        assert torch.equal(keep, keep_decisions(rates, 4, 1, step, first_row=4, per="batch"))
         seen.add(tuple(keep[:, 0].tolist()))
     assert len(seen) == 4
     assert all(keep[0] for keep in seen)
@@ -220,7 +220,7 @@ def test_dropped_rows_equal_the_model_without_that_layer(name):
             if isinstance(getattr(module, attribute, None), float):
                 setattr(module, attribute, 0.0)
     logits = model(input_ids=ids).logits
-    keep = keep_decisions(handle.dropout_rates, 4, 3, 2, 0, 0)
+    keep = keep_decisions(handle.dropout_rates, 4, 3, 2, 0)
     assert not keep.all()
     handle.remove()
     model.eval()
@@ -271,7 +271,7 @@ def test_dropped_samples_cost_no_compute(tiny_llama):
     for step in range(12):
         handle.set_step(step)
         tiny_llama(input_ids=batch(8))
-        kept = int(keep_decisions(handle.dropout_rates, 8, 0, step, 0, 0)[3].sum())
+        kept = int(keep_decisions(handle.dropout_rates, 8, 0, step, 0)[3].sum())
         assert rows[-1] == max(kept, 1)
     assert min(rows) < 8
 
@@ -509,7 +509,7 @@ def test_in_transformers_trainer_the_step_is_the_trainers(tmp_path):
         return model, handle
 
     whole, handle = run(tmp_path / "whole")
-    assert handle._at[:2] == (5, 1)
+    assert handle._at[:2] == (5, 2)  # the second of two micro-steps of two rows
     resumed, handle = run(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-3"))
     assert handle._at.step == 5
     for name, parameter in whole.named_parameters():
@@ -575,7 +575,7 @@ def test_in_trl(tmp_path):
         callbacks=[RecipeCallback(handle)],
     )
     trainer.train()
-    assert handle._at[:2] == (2, 1)
+    assert handle._at[:2] == (2, 2)
     assert tuple(handle.losses) == (1, 4)
     after = measure_exits(model, [ids])
     assert all(after[exit_layer].loss < before[exit_layer].loss - 0.1 for exit_layer in (1, 2))

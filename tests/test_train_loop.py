@@ -137,9 +137,10 @@ def test_a_finished_run_is_left_as_it_is(run, capsys):
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch(run):
-    # Without dropout, whose draws belong to a sample's place in its micro-batch.
+    """Dropped rows and drawn positions belong to a sample's place in the step's batch, however that is cut up."""
     options = (
-        "recipe.max_dropout=0",
+        "recipe.max_dropout=0.6",
+        "recipe.exit_loss_positions=0.25",
         "optim.max_steps=3",
         "optim.warmup_steps=0",
         "recipe.self_distillation=0.5",

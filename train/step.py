@@ -46,10 +46,8 @@ def take_step(run: Run, text: Mixture, is_own: bool, meter: Meter, interrupts: I
     rate = learning_rate(step, optim)
     set_learning_rate(run.optimizer.param_groups, rate)
     # This process's rows of the whole accumulation window: batches of (micro_batch, sequence_length).
-    window = [
-        text.read(run.config.run.seed, positions)
-        for positions in micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
-    ]
+    rows = micro_batches(step, optim.global_batch_size, optim.micro_batch_size, rank, processes)
+    window = [text.read(run.config.run.seed, positions) for positions in rows]
     # Losses are sums divided by the targets of the whole window over all processes, so that every token weighs the
     # same however the batch is cut up.
     num_items = count_targets(window, accelerator)
@@ -57,8 +55,8 @@ def take_step(run: Run, text: Mixture, is_own: bool, meter: Meter, interrupts: I
     scale = len(window) * processes
 
     stop, gradient_norm = False, 0.0
-    for micro_step, batch in enumerate(window):
-        run.handle.set_step(step, micro_step, rank * optim.micro_batch_size, own_text=is_own)
+    for positions, batch in zip(rows, window, strict=True):
+        run.handle.set_step(step, positions.start - step * optim.global_batch_size, own_text=is_own)
         with accelerator.accumulate(model):
             with autocast(accelerator, run.config):
                 loss = model(**batch.inputs(accelerator.device), num_items_in_batch=num_items, use_cache=False).loss

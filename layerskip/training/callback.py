@@ -68,8 +68,8 @@ class RecipeCallback(TrainerCallback):
         self._tell(args, state)
 
     def _tell(self, args: Any, state: Any) -> None:
-        first_row = args.process_index * args.per_device_train_batch_size
-        self.handle.set_step(state.global_step, self._micro_step, first_row)
+        forward = self._micro_step * args.world_size + args.process_index
+        self.handle.set_step(state.global_step, forward * args.per_device_train_batch_size)
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -40,20 +40,21 @@ def _time_scale(recipe: Recipe, step: int) -> float:
 
 
 def keep_decisions(
-    rates: tuple[float, ...], rows: int, seed: int, step: int, micro_step: int, first_row: int, per: str = "sample"
+    rates: tuple[float, ...], rows: int, seed: int, step: int, first_row: int, per: str = "sample"
 ) -> Tensor:
-    """Which samples run which layer in one micro-step: (L, rows) booleans on the CPU.
+    """Which samples run which layer in one forward: (L, rows) booleans on the CPU.
 
-    A pure function of its arguments, drawn row by row of the *global* batch: a sample's decisions do not depend
-    on how many processes share the batch, and gradient checkpointing's recompute and a resumed run see them again.
+    A pure function of its arguments, drawn row by row of the step's *global* batch: a sample's decisions do not depend
+    on how many processes and micro-steps share the batch, and gradient checkpointing's recompute and a resumed run see
+    them again.
 
     Args:
-        rows: samples of this process, the global rows first_row .. first_row + rows - 1.
-        per: "sample", or "batch": one decision for all rows of all processes.
+        rows: samples of this forward, the global rows first_row .. first_row + rows - 1.
+        per: "sample", or "batch": one decision for all rows of the step.
     """
     if per == "batch":
         first_row = 0
-    uniforms = row_uniforms(len(rates), first_row, 1 if per == "batch" else rows, seed, step, micro_step)
+    uniforms = row_uniforms(len(rates), first_row, 1 if per == "batch" else rows, seed, step)
     return (uniforms >= torch.tensor(rates)).T.expand(len(rates), rows)
 
 

@@ -64,18 +64,18 @@ class Handle:
         self.model._layerskip_handle = self
         carry(self.model.config, recipe=recipe.to_dict())
 
-    def set_step(self, step: int, micro_step: int = 0, first_row: int = 0, own_text: bool = False) -> None:
+    def set_step(self, step: int, first_row: int = 0, own_text: bool = False) -> None:
         """Say where training is, before a forward.
 
         Args:
             step: optimizer step, from 0.
-            micro_step: which forward of the step's accumulation window.
-            first_row: index, in the batch over all processes, of this process's first sample.
+            first_row: place of this forward's first sample among all samples of the step, over all micro-steps and
+                processes: (micro_step * processes + process) * rows, if every forward has as many rows.
             own_text: the batch is the model's own text. The exits learn to follow the last layer, wholly by
                 self-distillation, and the last layer is left out of the loss. Where the model is frozen the text itself
                 is what it says, greedily or as a sample, so the exits learn from that and later layers are not run.
         """
-        self._at, self._told, self._keep = Moment(step, micro_step, first_row, own_text), True, None
+        self._at, self._told, self._keep = Moment(step, first_row, own_text), True, None
 
     @property
     def losses(self) -> dict[int, Tensor]:
@@ -181,7 +181,9 @@ class Handle:
         if rate == 0:
             return None
         if self._keep is None or self._keep.shape[1] != rows:
-            self._keep = keep_decisions(self.dropout_rates, rows, recipe.seed, *self._at[:3], per=recipe.dropout_per)
+            self._keep = keep_decisions(
+                self.dropout_rates, rows, recipe.seed, self._at.step, self._at.first_row, per=recipe.dropout_per
+            )
         return Decision(self._keep[layer], 1 / (1 - rate) if recipe.dropout_rescale and rate < 1 else 1.0)
 
     def _tap(self, index: int, given: Given) -> None:

@@ -45,7 +45,7 @@ class Recipe:
     max_dropout: float = 0.1  # p_max, the rate at the last layer
     dropout_depth: str = "exponential"  # D(l): 2^(l/(L-1)) - 1 (paper), or linear: l/(L-1)
     dropout_time: str = "constant"  # S(t): 1, rising: 2^(t/(T-1)) - 1 (paper, from scratch), falling: 1 - t/(T-1)
-    dropout_per: str = "sample"  # each sample draws for itself (paper), or the whole micro-batch at once: batch
+    dropout_per: str = "sample"  # each sample draws for itself (paper), or all of a step's at once: batch
     dropout_rescale: bool = False  # a kept layer's contribution is divided by its keep rate (2609.05275)
     exit_loss_scale: float = 0.5  # e_scale: how much early exits weigh against the last layer
     exit_weights: str = "shallow"  # e(l): falls with depth; uniform: e_scale each; paper: grows with depth

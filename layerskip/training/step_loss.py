@@ -23,7 +23,6 @@ class Moment(NamedTuple):
     """Where training is at a forward; see `Handle.set_step`."""
 
     step: int = 0
-    micro_step: int = 0
     first_row: int = 0
     own_text: bool = False
 
@@ -145,7 +144,7 @@ class StepLoss:
         **kwargs: Any,
     ) -> Positions:
         targets = shifted_labels(labels) if shift_labels is None else shift_labels
-        key = ("positions", self._recipe.seed, at.step, at.micro_step)
+        key = ("positions", self._recipe.seed, at.step)
         return choose_positions(targets, self._recipe.exit_loss_positions, num_items_in_batch, at.first_row, *key)
 
     def _of_exit(
