@@ -1,6 +1,7 @@
 """Whose a run folder is, and what is written into it."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -56,8 +57,38 @@ def test_the_data_a_run_reads_is_known_by_its_hash(tmp_path):
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("in its place")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(TrainingError, match=r"cannot write the run folder .*; choose another run\.output_dir"):
+        with pytest.raises(
+            TrainingError, match=r"cannot write the run folder .*; make room, or choose another run\.output_dir"
+        ):
             claim(config_in(place), [])
+
+
+def test_a_full_disk_leaves_the_settings_of_the_run_whole(tmp_path, monkeypatch):
+    """Else the run could never be told from another one again."""
+    config = config_in(tmp_path)
+    claim(config, [])
+    before = (tmp_path / "config.yaml").read_bytes()
+
+    def cut(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text.encode()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", cut)
+        with pytest.raises(TrainingError, match=r"cannot write the run folder .*No space left on device"):
+            claim(config_in(tmp_path, "optim.max_steps=60"), [])
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "provenance.json"}
+
+
+def test_settings_that_are_there_already_are_not_written_again(tmp_path):
+    claim(config_in(tmp_path), [])
+    before = (tmp_path / "config.yaml").stat()
+    claim(config_in(tmp_path), [])
+    after = (tmp_path / "config.yaml").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    claim(config_in(tmp_path, "optim.max_steps=60"), [])
+    assert load_config(tmp_path / "config.yaml").optim.max_steps == 60
 
 
 @pytest.mark.parametrize(

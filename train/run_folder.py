@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layerskip.checkpoint.whole_files import read_json, write_json
+from layerskip.checkpoint.whole_files import read_json, write_json, write_whole
 from train.command import to_yaml
 from train.config import TrainConfig
 from train.errors import ConfigError, TrainingError
@@ -93,10 +93,18 @@ def claim(config: TrainConfig, argv: Sequence[str]) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        _write_settings(folder / "config.yaml", to_yaml(config))
         _record_launch(folder / "provenance.json", argv, config.run.seed)
     except OSError as error:
-        raise TrainingError(f"cannot write the run folder {folder}: {error}; choose another run.output_dir") from None
+        raise TrainingError(
+            f"cannot write the run folder {folder}: {error}; make room, or choose another run.output_dir"
+        ) from None
+
+
+def _write_settings(path: Path, text: str) -> None:
+    """Write config.yaml, whole or not at all: cut off, it would say that the folder holds another run."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        write_whole(path, text)
 
 
 def _never_stepped(folder: Path) -> bool:
