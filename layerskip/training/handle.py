@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ class Handle:
     the loss is the model's own.
 
     Tell it the step before every forward (`set_step`). If it is never told, each training forward counts as one.
+
+    `copy.deepcopy(model)`, as for an average of the weights, is an ordinary model without the recipe.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, reference: nn.Module | None = None) -> None:
@@ -124,11 +127,27 @@ class Handle:
     def remove(self) -> None:
         """Take everything off the model, but for the recipe in its config. A frozen target stays frozen and keeps its
         adapters, which it drafts with."""
-        for handle in self._hooks:
-            handle.remove()
         self._shortcut.close()
-        self.model.loss_function = self._base_loss
-        del self.model._layerskip_handle
+        del self.model.__deepcopy__
+        self._take_off(self.model, self._hooks)
+
+    def _take_off(self, model: nn.Module, hooks: list[Any]) -> None:
+        for hook in hooks:
+            hook.remove()
+        model.loss_function = self._base_loss
+        del model._layerskip_handle
+
+    def _copy_model(self, memo: dict[int, Any]) -> nn.Module:
+        """The model's `__deepcopy__`. Hooks copied with it would belong to a half-copied recipe: they are taken off."""
+        self._shortcut.close()
+        memo[id(self)] = self  # not copied: it may hold a reference as large as the model
+        del self.model.__deepcopy__
+        try:
+            copied = copy.deepcopy(self.model, memo)
+        finally:
+            self.model.__deepcopy__ = self._copy_model
+        self._take_off(copied, copy.deepcopy(self._hooks, memo))
+        return copied
 
     def _hang(self, layers: list[nn.Module]) -> None:
         self._hooks = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True)]
@@ -142,6 +161,7 @@ class Handle:
         if self.recipe.freeze_model:
             self._hooks.append(self.model.register_forward_hook(self._end, always_call=True))
         self.model.loss_function = self._loss
+        self.model.__deepcopy__ = self._copy_model
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         self._given.clear()
