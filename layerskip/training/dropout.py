@@ -3,7 +3,8 @@
     x_{l+1} = x_l + M(p_{l,t}) f_l(x_l),    p_{l,t} = S(t) D(l) p_max
 
 without any rescaling, unless asked for (a kept layer's contribution is then divided by 1 - p_{l,t}, arXiv
-2609.05275). Dropped samples cost no compute: they are taken out of the batch before the layer and put back after it.
+2609.05275). Dropped samples cost no compute: they are taken out of the batch before the layer and put back after it
+(but see `DropoutHooks`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from layerskip.training.randomness import row_uniforms
 from layerskip.training.recipe import Recipe
@@ -77,6 +79,11 @@ class _Pending(NamedTuple):
 class DropoutHooks:
     """Drops rows from one decoder layer, by a hook before it and one after it.
 
+    The layer is given the kept rows alone where they can be selected from all that it is given. Elsewhere it runs all
+    rows, and those that were dropped take back what they were before: the same result without the saving. That is so
+    where there are as many rows as positions or a dimension of heads is fused with the batch's, for objects such as
+    flex attention's block mask, and where the experts' router logits are asked for, whose loss is of all rows.
+
     Args:
         layer: the decoder layer.
         decide: returns this layer's `Decision` for a batch of so many rows, or None to run it whole.
@@ -97,7 +104,7 @@ class DropoutHooks:
         if decision is None or (bool(decision.keep.all()) and decision.scale == 1):
             return None
         keep = decision.keep.to(hidden.device)
-        if bool(decision.keep.all()) or not _selectable((args, kwargs), hidden):
+        if bool(decision.keep.all()) or not _selectable(layer, args, kwargs, hidden.shape):
             self._pending = _Pending(hidden, keep, None, decision.scale)  # run all rows, blend afterwards
             return None
         # Where every row is dropped one still runs, and its output is not used: a layer that takes no part
@@ -133,10 +140,33 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
-def _selectable(arguments: Any, hidden: Tensor) -> bool:
-    """Whether rows can be told from other dimensions: every tensor is batch-sized or broadcasts over the batch."""
-    batch, length = hidden.shape[:2]
-    return batch != length and all(t.dim() < 2 or t.shape[0] in (1, batch) for t in _tensors(arguments))
+def _selectable(layer: nn.Module, args: tuple, kwargs: dict, shape: torch.Size) -> bool:
+    """Whether `_select_rows` finds the rows, and nothing but rows, in all that a layer is given.
+
+    Args:
+        shape: of its hidden states, (batch, length, hidden_size).
+    """
+    if shape[0] == shape[1] or kwargs.get("output_router_logits"):
+        return False
+    return _rows_are_plain((args, kwargs), shape[0], layer)
+
+
+def _rows_are_plain(value: Any, batch: int, layer: nn.Module) -> bool:
+    if isinstance(value, Tensor):  # a vector as long as the batch may be of rows or of anything else
+        return value.shape[0] in (1, batch) if value.dim() > 1 else value.shape != (batch,)
+    if type(value) is dict:
+        value = list(value.values())
+    if type(value) in (tuple, list):
+        return all(_rows_are_plain(item, batch, layer) for item in value)
+    return value is None or isinstance(value, (str, int, float)) or (isinstance(value, Cache) and _empty(value, layer))
+
+
+def _empty(cache: Cache, layer: nn.Module) -> bool:
+    """Whether a cache holds nothing for this layer yet: there is no prefix, and what is kept of it is never read."""
+    index: Any = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
+    if index is None or not hasattr(cache, "layers"):
+        return False
+    return all(state.dim() < 2 for own in cache.layers[index : index + 1] for state in _tensors(vars(own)))
 
 
 def _select_rows(value: Any, rows: Tensor, batch: int) -> Any:
