@@ -16,7 +16,7 @@ from infer.evaluating.exit_only import ExitStages, generate_at_exit
 from infer.evaluating.text import windows
 from layerskip.checkpoint.settings import Setting, store_setting
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
-from layerskip.model.adapters import attach_adapters, save_adapters
+from layerskip.model.adapters import attach_adapters
 from tests import tiny
 
 TEXT = "def add(a, b):\n    return a + b\n\nthe quick brown fox jumps over the lazy dog\n" * 3
@@ -69,7 +69,6 @@ def test_long_text_is_weighed_token_by_token(tiny_checkpoint, tokenizer, tmp_pat
     adapter = attach_adapters(model, [2], 4)["2"]
     torch.nn.init.normal_(adapter.up.weight)
     model.save_pretrained(tiny_checkpoint)
-    save_adapters(model, tiny_checkpoint)
     paths = [tmp_path / "long.txt", tmp_path / "short.jsonl"]
     paths[0].write_text(TEXT)
     paths[1].write_text('{"text": "the lazy dog"}\n')

@@ -11,7 +11,7 @@ from infer.command import main
 from layerskip.checkpoint.settings import Setting, store_setting
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 from layerskip.decode.generation import SelfSpeculativeOutput
-from layerskip.model.adapters import attach_adapters, save_adapters
+from layerskip.model.adapters import attach_adapters
 from tests import tiny
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
@@ -113,7 +113,6 @@ def test_an_adapter_is_told_of_and_one_that_does_not_fold_refused(tuned, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(tuned, dtype="float32")
     attach_adapters(model, [2], 6)
     model.save_pretrained(tuned)
-    save_adapters(model, tuned)
     code, out, err = export(capsys, tuned, "--draft", tmp_path / "draft", "--dtype", "float32")
     assert (code, json.loads(out)["num_hidden_layers"]) == (0, 3)
     assert "the adapter of exit 2 became one more layer, 3 in all" in err
@@ -121,7 +120,6 @@ def test_an_adapter_is_told_of_and_one_that_does_not_fold_refused(tuned, tmp_pat
     model = tiny.llama(vocab_size=len(tokenizer), hidden_act="gelu")
     attach_adapters(model, [2], 6)
     model.save_pretrained(tuned)
-    save_adapters(model, tuned)
     code, out, err = export(capsys, tuned, "--draft", tmp_path / "other", "--exit-layer", "2", "--dtype", "float32")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "it needs a silu in its MLP, not gelu: carry custom_generate instead" in err

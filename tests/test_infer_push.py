@@ -15,7 +15,7 @@ import torch
 import layerskip
 from infer.command import main
 from layerskip.checkpoint.settings import carry, store_setting
-from layerskip.model.adapters import adapters_of, save_adapters
+from layerskip.model.adapters import adapters_of
 from tests import tiny
 from tests.hub_server import WRITER, Hub, running_hub
 
@@ -140,7 +140,6 @@ def with_adapters(folder: Path, tokenizer, seed: int, loss: float) -> tuple[str,
     store_setting(model, layerskip.Setting(2, 3))
     carry(model.config, exits={"2": {"loss": loss}})
     model.eval().save_pretrained(folder)
-    save_adapters(model, folder)
     tokenizer.save_pretrained(folder)
     inputs = tokenizer("def value(index)", return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip.forecast import measure_exits
-from layerskip.model.adapters import ADAPTERS_FILE, adapter_at, adapters_of, save_adapters
+from layerskip.model.adapters import ADAPTERS_FILE, adapter_at, adapters_of
 from layerskip.model.stages import Stages
 from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
@@ -42,7 +42,6 @@ def checkpoint(tmp_path_factory):
     model = trained(copy.deepcopy(original))
     folder = tmp_path_factory.mktemp("frozen")
     model.save_pretrained(folder)
-    save_adapters(model, folder)
     return original, model, folder
 
 
@@ -52,6 +51,16 @@ def test_only_the_adapters_learn(checkpoint):
         assert torch.equal(parameter, model.get_parameter(name)), name
     assert torch.equal(model(input_ids=batch()).logits, original(input_ids=batch()).logits)
     assert all(adapter_at(model, e).up.weight.any() for e in (1, 2))
+
+
+def test_adapters_of_a_model_in_half_precision_learn_in_float32():
+    """transformers loads a checkpoint in the dtype that it was saved in."""
+    model = tiny.llama().to(torch.bfloat16)
+    handle = prepare(model, RECIPE)
+    model.train()(input_ids=batch(), labels=batch()).loss.backward()
+    weights = [weight for adapter in handle.adapters.values() for weight in adapter.parameters()]
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    assert any(weight.grad.any() for weight in weights)
 
 
 def test_a_recipe_that_trains_the_model_does_not_take_a_frozen_one():
@@ -112,6 +121,7 @@ def test_drafts_use_them_and_the_output_is_the_originals(checkpoint):
 def test_a_missing_file_is_said(checkpoint, tmp_path):
     model = checkpoint[1]
     model.save_pretrained(tmp_path)
+    (tmp_path / ADAPTERS_FILE).unlink()
     with pytest.raises(FileNotFoundError, match=ADAPTERS_FILE):
         adapters_of(AutoModelForCausalLM.from_pretrained(tmp_path))
 
@@ -137,7 +147,6 @@ def test_other_exits_or_another_rank_begin_anew(checkpoint, tmp_path, changes):
     assert not any(adapter.up.weight.any() for adapter in adapters.values())
     again(input_ids=batch(), labels=batch()).loss.backward()
     again.save_pretrained(tmp_path)
-    save_adapters(again, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert adapter_at(loaded, recipe.exits[0]).down.weight.shape == (recipe.adapter_rank, 32)
 

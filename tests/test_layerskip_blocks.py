@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import layerskip
 from layerskip.draft.exits import known_exits
 from layerskip.forecast import measure_exits
-from layerskip.model.adapters import adapter_at, attach_adapters, save_adapters
+from layerskip.model.adapters import adapter_at, attach_adapters
 from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.cache import RollbackCache
 from layerskip.model.exit_layers import ExitBlocks
@@ -161,7 +161,6 @@ def test_only_the_block_learns_and_the_checkpoint_carries_it(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     model.eval().save_pretrained(tmp_path)
-    save_adapters(model, tmp_path)
     plain, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert all(torch.equal(weight, original.get_parameter(name)) for name, weight in plain.named_parameters())
@@ -279,7 +278,6 @@ def test_a_cache_that_transformers_used_is_made_fit(tiny_llama):
 def test_blocks_that_were_loaded_keep_what_their_layers_keep_in_float32(tmp_path):
     model = with_block(tiny.architecture("deepseek_v3"), 1)
     model.save_pretrained(tmp_path)
-    save_adapters(model, tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     layer, block = half.model.layers[1], adapter_at(half, 1).layers[0]
     dtypes = {name: value.dtype for name, value in layer.state_dict().items()}
@@ -297,7 +295,6 @@ def test_blocks_that_were_loaded_keep_what_their_layers_keep_in_float32(tmp_path
 def test_a_config_that_names_no_adapters_is_told(adapters, tmp_path):
     model = with_block(tiny.llama(), 1, blocks=1)
     model.save_pretrained(tmp_path)
-    save_adapters(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded.config.layerskip = {"adapters": adapters}
     with pytest.raises(ValueError, match=r"says layerskip\.adapters=.* as they were saved"):

@@ -29,7 +29,7 @@ from layerskip.checkpoint.settings import carry
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
 from layerskip.draft import adaptive, remembered
 from layerskip.exact.noise import gumbel
-from layerskip.model.adapters import attach_adapters, save_adapters
+from layerskip.model.adapters import attach_adapters
 from tests import tiny
 
 CASES = int(os.environ.get("LAYERSKIP_PROPERTY_CASES", 3 * len(tiny.ARCHITECTURES)))
@@ -290,7 +290,6 @@ def model_of(architecture: str):
             for weight in attach_adapters(model, range(1, tiny.NUM_LAYERS), blocks=1).parameters():
                 weight += 0.1 * weight.std(correction=0) * torch.randn(weight.shape)
     model.save_pretrained(folder)
-    save_adapters(model, folder)
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(number))[: 5 if number % 4 == 0 else 24]
     store_draft_vocabulary(folder, ids.sort().values)
     return AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -1,16 +1,18 @@
 """The recipe by the paper's numbers, and what hanging it on a model does to outputs, losses and gradients."""
 
 import copy
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from layerskip.forecast import measure_exits
-from layerskip.model.adapters import adapter_at
+from layerskip.model.adapters import ADAPTERS_FILE, adapters_of
 from layerskip.model.anatomy import decoder_layers
 from layerskip.training.callback import RecipeCallback
 from layerskip.training.curriculum import active_exits, gradual, rotational
@@ -20,15 +22,17 @@ from layerskip.training.presets import PRESETS
 from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
 
-# --- formulas, against the paper's test vectors (arXiv 2404.16710, 4.1) ---
+# --- formulas, against the paper's (arXiv 2404.16710, 4.1) written out, and test vectors as they are printed ---
 
 
 def test_dropout_rates_of_the_paper():
     rates = dropout_rates(Recipe(max_dropout=0.2), 32, step=0)
     assert rates[0] == 0
+    assert rates == pytest.approx([0.2 * (math.exp(l * math.log(2) / 31) - 1) for l in range(32)], abs=1e-6)
     assert rates[31] == pytest.approx(0.2, abs=1e-12)
-    assert sum(rates) / 32 == pytest.approx(0.4445 * 0.2, abs=1e-4)  # the paper's ablation quotes 0.0889
-    assert rates[16] == pytest.approx(0.2 * (2 ** (16 / 31) - 1), abs=1e-12)
+    mean_depth = (2 ** (32 / 31) - 1) / (2 ** (1 / 31) - 1) / 32 - 1  # a geometric series
+    assert sum(rates) / 32 == pytest.approx(0.2 * mean_depth, abs=1e-6)
+    assert (round(mean_depth, 4), round(sum(rates) / 32, 4)) == (0.4445, 0.0889)  # the second: the paper's ablation
 
 
 def test_dropout_depth_linear():
@@ -58,9 +62,12 @@ def test_exit_weights_of_the_paper():
     active = active_exits(recipe, 32, step=0)
     assert [e - 1 for e in active] == [0, 8, 16, 24, 31]
     weights = exit_weights(recipe, active, 32)
-    assert list(weights.values()) == pytest.approx([0, 0.0330, 0.1245, 0.2747, 0.5678], abs=5e-5)
+    scales = [0.2 * sum(range(l + 1)) for l in (0, 8, 16, 24)] + [31 + 0.2 * sum(range(31))]
+    assert list(weights.values()) == pytest.approx([scale / sum(scales) for scale in scales], abs=1e-6)
+    assert [round(weight, 4) for weight in weights.values()] == [0, 0.0330, 0.1245, 0.2747, 0.5678]
     full = exit_weights(Recipe.preset("paper-continual", exit_loss_scale=1.0), active, 32)
     assert full[32] == pytest.approx(496 / (36 + 136 + 300 + 496), abs=1e-9)
+    assert round(full[32], 3) == 0.512
 
 
 def test_exit_weights_always_sum_to_one():
@@ -98,13 +105,10 @@ def test_the_last_layer_is_always_in_the_loss_unless_switched_off():
     assert 6 not in active_exits(Recipe(exits=(2, 3), include_last=False), 6, 0)
 
 
-def test_a_frozen_target_trains_its_deepest_exit_where_the_rotation_trains_none():
-    for exits in ((1,), (1, 2), None):
-        recipe = Recipe(max_dropout=0, adapter_rank=4, freeze_model=True, exits=exits, curriculum_stride=8)
-        deepest = recipe.trained_exits(6)[-1]
-        seen = [active_exits(recipe, 6, step) for step in range(8)]
-        assert all(seen)
-        assert seen[6] == (deepest,)
+def test_a_frozen_target_trains_its_deepest_exit_where_the_rotation_has_the_last_layer():
+    recipe = Recipe(max_dropout=0, adapter_rank=4, freeze_model=True, exit_weights="uniform", curriculum_stride=8)
+    seen = [active_exits(recipe, 6, step) for step in range(6)]
+    assert seen == [(1,), (2,), (3,), (4,), (5,), (5,)]
 
 
 # --- dropout decisions ---
@@ -478,6 +482,30 @@ def test_recipes_that_do_not_fit_the_model_are_refused(tiny_llama):
         prepare(tiny_llama, Recipe(curriculum="gradual"))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"exits": (1,), "exit_weights": "paper"}, "gives exit 1 no weight"),
+        ({"exits": (1, 2), "exit_weights": "paper", "adapter_rank": 4}, "gives exit 1 no weight"),
+        (
+            {"exits": (1, 2), "exit_loss_scale": 0, "adapter_rank": 4},
+            "exit_loss_scale=0 lets the exits' adapters learn",
+        ),
+    ],
+)
+def test_what_would_learn_nothing_is_refused(tiny_llama, recipe, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(tiny_llama, Recipe(**recipe))
+
+
+def test_fewer_exits_than_the_stride_are_on_in_turn():
+    """Rather than one of them now and then, and at most steps none."""
+    one = Recipe(exits=(3,), curriculum_stride=8)
+    two = Recipe(exits=(2, 3), curriculum_stride=8)
+    assert [active_exits(one, 8, step) for step in range(3)] == [(3, 8)] * 3
+    assert [active_exits(two, 8, step) for step in range(3)] == [(2, 8), (3, 8), (2, 8)]
+
+
 def test_recipe_needs_no_torch():
     code = "import sys, layerskip.training.recipe, layerskip.training.curriculum; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -541,6 +569,20 @@ def test_the_loss_may_be_asked_for_after_the_forward(name):
         torch.testing.assert_close(asked, told)
 
 
+@pytest.mark.parametrize("num_items", [None, 0])
+def test_a_batch_without_labels_has_no_loss_rather_than_nan(tiny_llama, num_items):
+    handle = prepare(tiny_llama, Recipe(exits=(1, 2), curriculum="all"))
+    ids, nothing = batch(), torch.full_like(batch(), -100)
+    outputs = tiny_llama.train()(input_ids=ids)
+    for loss in (
+        handle.compute_loss(outputs, nothing, num_items_in_batch=num_items),
+        tiny_llama(input_ids=ids, labels=nothing, num_items_in_batch=num_items).loss,
+    ):
+        assert loss == 0
+    loss.backward()
+    assert all(not weight.grad.any() for weight in tiny_llama.parameters())
+
+
 @pytest.mark.slow
 def test_in_trl(tmp_path):
     """SFTTrainer computes its own loss unless it is given the recipe's: the exits learn, at the trainer's steps."""
@@ -581,33 +623,57 @@ def test_in_trl(tmp_path):
     assert all(after[exit_layer].loss < before[exit_layer].loss - 0.1 for exit_layer in (1, 2))
 
 
-@pytest.mark.parametrize("adapters", [{"adapter_rank": 4}, {"adapter_blocks": 1}])
+KINDS = pytest.mark.parametrize("adapters", [{"adapter_rank": 4}, {"adapter_blocks": 1}])
+
+
+def frozen_trainer(folder: Path, adapters: dict, **arguments) -> Trainer:
+    """transformers' Trainer for four steps of a frozen target, in `folder`."""
+    handle = prepare(tiny.llama(), Recipe.preset("frozen-target", **adapters))
+    ids = torch.randint(3, 64, (8, 8), generator=torch.Generator().manual_seed(1))
+    settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "use_cpu": True, "report_to": []} | arguments
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    settings = TrainingArguments(folder, disable_tqdm=True, **settings)
+    return Trainer(handle.model, settings, train_dataset=data, eval_dataset=data, callbacks=[RecipeCallback(handle)])
+
+
+def assert_same_adapters(first, second):
+    first, second = (adapters_of(model).state_dict() for model in (first, second))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@KINDS
 def test_a_trainers_checkpoints_carry_the_adapters(adapters, tmp_path):
-    """And a run that is resumed from one ends where the whole one did."""
-
-    def run(**kwargs):
-        handle = prepare(tiny.llama(), Recipe.preset("frozen-target", **adapters))
-        ids = torch.randint(3, 64, (8, 8), generator=torch.Generator().manual_seed(1))
-        arguments = TrainingArguments(
-            tmp_path, max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True
-        )
-        data = [{"input_ids": row, "labels": row} for row in ids]
-        Trainer(handle.model, arguments, train_dataset=data, callbacks=[RecipeCallback(handle)]).train(**kwargs)
-        return [weight.detach().clone() for weight in handle.adapters.parameters()]
-
-    whole = run()
-    saved = adapter_at(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4"), 1)
-    assert all(map(torch.equal, saved.parameters(), whole))
-    assert all(map(torch.equal, run(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole))
+    """And a run that is resumed from one ends where the whole one did; elsewhere it would begin anew."""
+    whole = frozen_trainer(tmp_path / "run", adapters)
+    whole.train()
+    assert_same_adapters(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4"), whole.model)
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    resumed = frozen_trainer(tmp_path / "run", adapters)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same_adapters(resumed.model, whole.model)
+    with pytest.raises(FileNotFoundError, match="the exits would begin anew: copy it there"):
+        frozen_trainer(tmp_path / "elsewhere", adapters).train(resume_from_checkpoint=checkpoint)
 
 
-def test_a_sharded_trainer_tells_that_adapters_are_left_out(tmp_path):
-    handle = prepare(tiny.llama(), Recipe.preset("frozen-target", adapter_rank=4))
-    next(iter(handle.adapters.parameters())).ds_id = 0  # as ZeRO-3 marks what it shares out
-    callback, state = RecipeCallback(handle), TrainerState(global_step=2, is_world_process_zero=True)
-    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[])
-    (tmp_path / "checkpoint-2").mkdir()
-    with pytest.warns(UserWarning, match="leave the exit adapters out"):
-        callback.on_train_begin(arguments, state, None)
-    callback.on_save(arguments, state, None)
-    assert not list((tmp_path / "checkpoint-2").iterdir())
+@KINDS
+def test_whatever_saves_the_model_saves_its_adapters(adapters, tmp_path):
+    trainer = frozen_trainer(tmp_path / "run", adapters, save_strategy="no")
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    trainer.model.save_pretrained(tmp_path / "by-hand")
+    copy.deepcopy(trainer.model.eval()).save_pretrained(tmp_path / "copied")
+    for folder in ("saved", "by-hand", "copied"):
+        assert_same_adapters(AutoModelForCausalLM.from_pretrained(tmp_path / folder), trainer.model)
+    trainer.model._layerskip_handle.remove()
+    prepare(trainer.model.requires_grad_(True), Recipe())  # which has none, and neither has what is saved now
+    trainer.model.save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without" / ADAPTERS_FILE).exists()
+
+
+def test_the_best_model_has_the_best_adapters(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}  # of equals the first is best
+    trainer = frozen_trainer(tmp_path, {"adapter_rank": 4}, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert_same_adapters(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2"), trainer.model)

@@ -21,7 +21,6 @@ import torch
 from accelerate import Accelerator
 
 from layerskip.checkpoint.vocabulary import save_draft_vocabulary
-from layerskip.model.adapters import save_adapters
 from train.disk import flush, flush_folder, writing
 from train.engine import is_sharded
 from train.errors import TrainingError
@@ -121,8 +120,7 @@ def _write_model(
     dtype: torch.dtype,
 ) -> None:
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
-    inner.save_pretrained(folder, state_dict=dict(weights))  # a copy: it takes the adapters out
-    save_adapters(inner, folder, weights)  # exit adapters, where the recipe trains some
+    inner.save_pretrained(folder, state_dict=weights)  # and exit adapters, where the recipe trains some
     save_draft_vocabulary(inner, folder)  # where the model came with one
     tokenizer.save_pretrained(folder)
     if dtype != torch.float32:  # config.json says which dtype the weights are in

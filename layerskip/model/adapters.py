@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +64,8 @@ def attach_adapters(
     model: PreTrainedModel, exits: Sequence[int], rank: int | None = None, blocks: int | None = None, seed: int = 0
 ) -> Adapters:
     """Give `model` a trainable adapter at each exit, as a submodule, so that optimizers and engines find its
-    parameters; `save_pretrained` leaves them out (see `save_adapters`). Those it has already are kept,
-    if they are of this kind and at these exits; otherwise all are new.
+    parameters; `save_pretrained` writes them into a file of their own. Those it has already are kept, if they are of
+    this kind and at these exits; otherwise all are new.
 
     Args:
         exits: exit layers, 1 .. L-1.
@@ -80,6 +81,7 @@ def attach_adapters(
         adapters = _new(model, exits, kind, seed)
     adapters.requires_grad_(True)
     model.add_module(_ATTRIBUTE, adapters)
+    model.save_pretrained = partial(_save_pretrained, model)  # whoever's loop it is: a Trainer's, TRL's, push_to_hub
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     model._keys_to_ignore_on_save = {*ignored, *(f"{_ATTRIBUTE}.{name}" for name in adapters.state_dict())}
     carry(model.config, adapters=kind.describe(exits))
@@ -95,7 +97,8 @@ def drop_other_adapters(
     """
     if carried(model.config).get("adapters") in (None, Kind(rank, blocks).describe(exits)):
         return
-    model._modules.pop(_ATTRIBUTE, None)
+    if model._modules.pop(_ATTRIBUTE, None) is not None:
+        del model.save_pretrained
     _loaded.pop(model, None)
     carry(model.config, adapters=None)
 
@@ -188,6 +191,20 @@ def _read(described: Any, num_layers: int) -> tuple[Kind, list[int]]:
         f"the checkpoint's config.json says layerskip.adapters={described!r}, which are none: it takes blocks or rank, "
         f"1 or more, and exits, a list of numbers from 1 to {num_layers - 1}, as they were saved"
     )
+
+
+def _save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """The model's own `save_pretrained`, and its adapters beside the weights."""
+    gathered = None if state_dict is None else dict(state_dict)  # transformers takes the adapters out of it
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
+    if is_main_process:
+        save_adapters(model, save_directory, gathered)
 
 
 def save_adapters(

@@ -27,8 +27,10 @@ class ExitAdapter(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, hidden: Tensor, given: Sequence[Given] = ()) -> Tensor:
-        # Normalised first: residual streams grow with depth and differ between families. `down` scales enough.
-        return hidden + self.up(F.silu(self.down(F.rms_norm(hidden, hidden.shape[-1:])))).to(hidden.dtype)
+        # Normalised first: residual streams grow with depth and differ between families. `down` scales enough. In a
+        # model of half precision these weights stay in float32, as an optimizer wants what it trains.
+        normed = F.rms_norm(hidden, hidden.shape[-1:]).to(self.down.weight.dtype)
+        return hidden + self.up(F.silu(self.down(normed))).to(hidden.dtype)
 
 
 class Given(NamedTuple):

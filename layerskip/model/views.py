@@ -137,9 +137,10 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     copy = object.__new__(module.__class__)  # __new__ of a class that FSDP2 made builds something else
     copy.__dict__ = dict(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)
-    # A forward put here by others (accelerate's dispatch, a compiled one) would run the original's layers, and
-    # hooks on the whole model are about the whole model. Layers are not copied: they keep theirs.
-    for name in ("forward", "_compiled_call_impl"):  # the second: of model.compile()
+    # A forward put here by others (accelerate's dispatch, a compiled one) would run the original's layers, what saves
+    # or copies it would do so with the original, and hooks on the whole model are about the whole model. Layers are not
+    # copied: they keep theirs.
+    for name in ("forward", "_compiled_call_impl", "save_pretrained", "__deepcopy__"):  # the second: of model.compile()
         copy.__dict__.pop(name, None)
     for name in list(copy.__dict__):
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and name.startswith("_"):

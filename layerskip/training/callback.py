@@ -1,17 +1,15 @@
-"""For transformers' Trainer (and TRL's): tells the recipe at which step training is, and keeps adapters."""
+"""For transformers' Trainer (and TRL's): tells the recipe at which step training is, and brings adapters back."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
-from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from layerskip.model.adapters import ADAPTERS_FILE, save_adapters
+from layerskip.model.adapters import ADAPTERS_FILE
 
 if TYPE_CHECKING:
     from layerskip.training.handle import Handle
@@ -20,13 +18,15 @@ if TYPE_CHECKING:
 class RecipeCallback(TrainerCallback):
     """Keeps a recipe's step at the trainer's, through gradient accumulation and resuming.
 
-    Exit adapters, which `save_pretrained` leaves out, are written into the trainer's checkpoints (those of a model that
-    is sharded are not, which is told in a warning) and read back at a resume from one of them.
-
     Without it each forward counts as a step from 0, so that dropout schedules and curricula would run too fast
     under accumulation and begin anew after a resume.
 
+    Exit adapters go into every checkpoint by themselves; a resume, and `load_best_model_at_end`, read them back here.
+
         trainer = Trainer(model, args, train_dataset=..., callbacks=[RecipeCallback(handle)])
+
+    Raises:
+        FileNotFoundError: where training begins, if a resumed checkpoint is not in the trainer's folder, or has none.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -34,30 +34,12 @@ class RecipeCallback(TrainerCallback):
         self._micro_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._sharded:
-            warnings.warn(
-                "this Trainer shards the model, so its checkpoints leave the exit adapters out: save them yourself at "
-                "the end, or use `accelerate launch train`, which gathers them",
-                stacklevel=2,
-            )
-            return
-        path = _checkpoint(args, state) / ADAPTERS_FILE
-        if self.handle.adapters is not None and state.global_step > 0 and path.exists():
-            self.handle.adapters.load_state_dict(load_file(path))
+        if state.global_step > 0:
+            self._load(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = _checkpoint(args, state)
-        if self._weights and not self._sharded and state.is_world_process_zero and folder.is_dir():
-            save_adapters(self.handle.model, folder)
-
-    @property
-    def _weights(self) -> list[nn.Parameter]:
-        """The adapters'."""
-        return [] if self.handle.adapters is None else list(self.handle.adapters.parameters())
-
-    @property
-    def _sharded(self) -> bool:
-        return any(hasattr(weight, "placements") or hasattr(weight, "ds_id") for weight in self._weights)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load(Path(state.best_model_checkpoint))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._micro_step = 0
@@ -71,7 +53,14 @@ class RecipeCallback(TrainerCallback):
         forward = self._micro_step * args.world_size + args.process_index
         self.handle.set_step(state.global_step, forward * args.per_device_train_batch_size)
 
-
-def _checkpoint(args: Any, state: Any) -> Path:
-    """The folder that a trainer writes at the step it has come to."""
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    def _load(self, checkpoint: Path) -> None:
+        """Adapters as a checkpoint has them; engines that shard weights bring them back themselves."""
+        adapters = self.handle.adapters
+        if adapters is None or any(hasattr(w, "placements") or hasattr(w, "ds_id") for w in adapters.parameters()):
+            return
+        if not (checkpoint / ADAPTERS_FILE).is_file():
+            raise FileNotFoundError(
+                f"there is no {ADAPTERS_FILE} in {checkpoint}, and the exits would begin anew: copy it there from the "
+                "checkpoint that training goes on from"
+            )
+        adapters.load_state_dict(load_file(checkpoint / ADAPTERS_FILE))

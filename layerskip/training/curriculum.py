@@ -14,7 +14,8 @@ def active_exits(recipe: Recipe, num_layers: int, step: int) -> tuple[int, ...]:
     if recipe.exits is None and recipe.exit_weights != "shallow":  # all, in the paper the last layer among them
         candidates = (*candidates, num_layers)
     if recipe.curriculum == "rotational":
-        active = rotational(candidates, recipe.curriculum_stride or num_layers - 1, step)
+        # Of fewer than R exits one is on at every step, rather than none at most.
+        active = rotational(candidates, min(recipe.curriculum_stride or num_layers - 1, len(candidates)), step)
     elif recipe.curriculum == "gradual":
         assert recipe.total_steps is not None
         active = gradual(candidates, step, recipe.total_steps)

@@ -52,7 +52,7 @@ class Recipe:
     exits: tuple[int, ...] | None = None  # early exits that are trained; None: all, or for shallow two near the top
     exit_loss_positions: float = 0.25  # share of the positions an exit learns from, drawn anew each step (unbiased)
     curriculum: str = "rotational"  # C(t,l): which of them at a step: every R-th in turn, gradual, or all
-    curriculum_stride: int | None = 2  # R, rotational only; None: L - 1 (paper, from scratch)
+    curriculum_stride: int | None = 2  # R, rotational only, at most the exits there are; None: L - 1 (paper, scratch)
     include_last: bool = True  # the last layer is in the loss at every step, whatever the curriculum says
     self_distillation: float = 0.5  # share of an exit's loss that is cross-entropy to the last layer's own output
     distillation_temperature: float = 1.0  # softens both sides of it; the gradient keeps its size
@@ -144,6 +144,7 @@ class Recipe:
                 raise ValueError(
                     f"exits has {exit_layer}, but this model has {num_layers} layers: choose from 1 to {num_layers - 1}"
                 )
+        self._check_weights(num_layers)
         last = max(self.trained_exits(num_layers))
         if self.adapter_blocks is not None and last + self.adapter_blocks > num_layers:
             raise ValueError(
@@ -155,6 +156,19 @@ class Recipe:
             raise ValueError(
                 f"dropout_time={self.dropout_time}, curriculum={self.curriculum} depend on the length of the run: "
                 "give total_steps"
+            )
+
+    def _check_weights(self, num_layers: int) -> None:
+        """Raise ValueError where what was asked to learn never weighs anything."""
+        exits = self.trained_exits(num_layers)
+        if self.has_adapters and not self.freeze_model and self.exit_loss_scale == 0:
+            raise ValueError("exit_loss_scale=0 lets the exits' adapters learn nothing: give it, or leave them out")
+        alone = self.exits == (1,) and self.exit_loss_scale > 0
+        asked = (self.has_adapters and 1 in exits) or alone
+        if self.exit_weights == "paper" and asked and not (self.freeze_model and len(exits) == 1):
+            raise ValueError(
+                "exit_weights=paper gives exit 1 no weight (e(0) = 0), so nothing would learn there: take another, or "
+                "exit_weights=uniform"
             )
 
     def to_dict(self) -> dict[str, Any]:
