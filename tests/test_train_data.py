@@ -460,7 +460,16 @@ def test_held_out_blocks_come_from_every_source(tmp_path):
     mixed = mixture(tmp_path, [100, 3], [1.0, 1.0])
     rows = torch.cat([batch.input_ids for batch in mixed.batches(4, 10)])[:, 0].tolist()
     assert rows == [0, 20, 40, 60, 80, 1000, 1001, 1002]  # the small source has no more
-    assert mixed.first(4).input_ids[:, 0].tolist() == [0, 1, 1000, 1001]
+
+
+def test_blocks_are_drawn_from_all_over_the_text_by_the_seed(tmp_path):
+    mixed = mixture(tmp_path, [100, 3], [1.0, 1.0])
+    drawn = [mixed.draw(seed, 10).input_ids[:, 0].tolist() for seed in range(30)]
+    assert drawn[4] == mixture(tmp_path, [100, 3], [1.0, 1.0]).draw(4, 10).input_ids[:, 0].tolist()
+    for rows in drawn:  # one of each fifth of the large source, and all there is of the small one
+        assert [row // 20 for row in rows[:5]] == [0, 1, 2, 3, 4]
+        assert rows[5:] == [1000, 1001, 1002]
+    assert {row % 20 for rows in drawn for row in rows[:5]} == set(range(20))
 
 
 def test_what_is_dealt_out_adds_up_and_leaves_nobody_out():

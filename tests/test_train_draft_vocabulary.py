@@ -50,7 +50,7 @@ def test_sources_count_by_weight_and_the_models_own_text_as_much_as_all(tmp_path
     assert chosen(4).coverage == pytest.approx(0.75)
     assert chosen(5).token_ids.tolist() == [0, 1, 2, 50, 60]
     token_file(data, [61] * 4)
-    (data / "train.bin").rename(data / "own.bin")
+    (data / "train.bin").rename(data / "own-000004.bin")
     assert chosen(4).token_ids.tolist() == [0, 1, 2, 61]
     assert chosen(5).token_ids.tolist() == [0, 1, 2, 50, 61]
 

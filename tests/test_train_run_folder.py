@@ -38,7 +38,7 @@ def test_the_data_a_run_reads_is_known_by_its_hash(tmp_path):
     claim(config_in(tmp_path), [])
     for name, content in (
         ("data/train.bin", b"tokens"),
-        ("data/own.bin", b"written later"),
+        ("data/own-000004.bin", b"written later"),
         ("tokenizer/tokenizer.json", b"{}"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)

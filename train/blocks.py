@@ -1,5 +1,6 @@
 """Blocks of tokens as a model takes them, of one source or of several, mixed. Files are memory-mapped."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -124,10 +125,14 @@ class Mixture:
             [self._parts[source].rows([index]) for source, index in (self.place(seed, i) for i in positions)]
         )
 
-    def first(self, count: int) -> Batch:
-        """At most `count` blocks: the first of each source, in proportion to the weights."""
-        shares = allot(count, self._weights)
-        return _joined([part.rows(range(min(n, len(part)))) for part, n in zip(self._parts, shares, strict=True) if n])
+    def draw(self, seed: int, count: int) -> Batch:
+        """At most `count` blocks from all over the text: each source, in proportion to the weights, is cut into
+        stretches of one length, and of each a block is drawn. A pure function."""
+        random = np.random.default_rng([seed, 0, 0, 2])  # apart from the draws of `order.py`
+        stretches = self._stretches(count)
+        return _joined(
+            [self._parts[source].rows([int(random.integers(start, end))]) for source, start, end in stretches]
+        )
 
     def batches(self, batch_size: int, num_blocks: int) -> Iterator[Batch]:
         """At most `num_blocks` blocks spread evenly over each source, (≤ batch_size, sequence_length) each."""
@@ -140,10 +145,15 @@ class Mixture:
         return [self._parts[source].prompt(index) for source, index in self._spread(count)]
 
     def _spread(self, num_blocks: int) -> list[tuple[int, int]]:
+        return [(source, start) for source, start, _ in self._stretches(num_blocks)]
+
+    def _stretches(self, num_blocks: int) -> list[tuple[int, int, int]]:
+        """(source, first block, block after the last) of at most `num_blocks` even parts of the text."""
         shares = allot(min(num_blocks, len(self)), self._weights)
         counts = [min(share, len(part)) for share, part in zip(shares, self._parts, strict=True)]
         sizes = [len(part) for part in self._parts]
-        return [(s, i * sizes[s] // counts[s]) for s in range(len(sizes)) for i in range(counts[s])]
+        edges = [[i * size // count for i in range(count + 1)] for size, count in zip(sizes, counts, strict=True)]
+        return [(s, start, end) for s, ends in enumerate(edges) for start, end in itertools.pairwise(ends)]
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

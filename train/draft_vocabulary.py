@@ -17,7 +17,7 @@ from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.draft_head import with_draft_head
 from train.config import TrainConfig
 from train.data import source_folder
-from train.own_text import OWN_TEXT
+from train.own_text import find_own_text
 from train.packing import TARGET, token_dtype
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def choose_draft_vocabulary(
     ends = model.generation_config.eos_token_id
     always = {*tokenizer.all_special_ids, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
     counts = _share(_count_sources(config, "train", len(tokenizer)))
-    own = config.run.folder / "data" / OWN_TEXT
-    if own.is_file():
+    own = find_own_text(config)
+    if own is not None:
         counts += _share(count_tokens(own, len(tokenizer)).double())
     token_ids = most_frequent((counts * _UNITS).round().long(), max(size, len(always)), always)
     if check_head:
