@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.checkpoint.whole_files import replacing
+from train.disk import writing_alone
 from train.errors import TrainingError
 
 
@@ -19,16 +20,18 @@ class Answers:
     def __init__(self, path: Path, fingerprint: dict[str, Any]) -> None:
         """Go on with `path`.partial, or begin it.
 
-        Raises `TrainingError` if it was begun with other settings than `fingerprint`.
+        Raises `TrainingError` if it was begun with other settings than `fingerprint`, or cannot be written.
         """
         self._path, self._partial = path, path.with_name(path.name + ".partial")
         self._records: dict[int, dict[str, Any] | None] = {}
         self._left_out: Counter[str] = Counter()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing_alone(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(fingerprint))
         whole = self._read(wanted) if self._partial.is_file() else 0
-        self._file = self._partial.open("ab")
-        self._file.truncate(whole)  # a line that was being written when it stopped
+        with writing_alone(self._partial):
+            self._file = self._partial.open("ab")
+            self._file.truncate(whole)  # a line that was being written when it stopped
         if whole == 0:
             self._write({"settings": wanted})
 
@@ -72,8 +75,9 @@ class Answers:
         self._write({"row": row, "record": record, **({"reason": reason} if reason else {})})
 
     def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        with writing_alone(self._partial):
+            self._file.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
 
     def finish(self) -> tuple[int, str]:
         """Make the final file, whole or not at all; returns its rows, and what was left out in words.
@@ -84,7 +88,7 @@ class Answers:
         records = [record for _, record in sorted(self._records.items()) if record is not None]
         if not records:
             raise TrainingError(f"no answer is left to write; left out: {left_out}; {self._partial} has them all")
-        with replacing(self._path) as partial, partial.open("w", encoding="utf-8") as file:
+        with writing_alone(self._path), replacing(self._path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         self._file.close()
         self._partial.unlink()
@@ -94,4 +98,5 @@ class Answers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with writing_alone(self._partial):  # closing tries what could not be written once more
+            self._file.close()

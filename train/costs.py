@@ -14,6 +14,7 @@ from layerskip.model.anatomy import UnsupportedModelError
 from layerskip.model.draft_head import with_draft_head
 from layerskip.model.machine import fast_dtype
 from train.config import TrainConfig
+from train.disk import writing_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +40,8 @@ def stage_costs(
     context = min(_CONTEXT, config.data.sequence_length // 2)
     costs = measure_costs(timed, exits, context=context, draft_vocabulary=_any_vocabulary(timed, size))
     costs = dataclasses.replace(costs, bookkeeping=measure_bookkeeping(timed, do_sample=False))
-    write_json(path, {"conditions": conditions, "seconds": dataclasses.asdict(costs)})
+    with writing_alone(path):
+        write_json(path, {"conditions": conditions, "seconds": dataclasses.asdict(costs)})
     return costs
 
 

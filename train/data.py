@@ -11,6 +11,7 @@ from train.blocks import Blocks, Mixture
 from train.chat import ChatTemplate
 from train.config import TrainConfig
 from train.corpus import describe, read_documents
+from train.disk import writing_alone
 from train.errors import TrainingError
 from train.packing import Written, encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
@@ -40,7 +41,8 @@ def prepare_data(config: TrainConfig) -> None:
     """Write tokenizer/, data/ and prompts/ into the run folder unless they are there.
 
     Called by one process. The same run always finds the same files, so a resumed run reads the tokens it
-    began with, whatever has become of the text since. Raises `TrainingError` for text that cannot be used.
+    began with, whatever has become of the text since. Raises `TrainingError` for text that cannot be used, or a
+    disk that is full.
     """
     folder = config.run.folder
     manifest = _manifest(folder)
@@ -55,14 +57,16 @@ def prepare_data(config: TrainConfig) -> None:
             f"{' and one to '.join(moved.values())}; what is measured on so little text says little"
         )
     _check_counts(record["sources"])
-    write_json(manifest, record)
+    with writing_alone(manifest):
+        write_json(manifest, record)
 
 
 def _write_text(config: TrainConfig, groups: Groups, moved: Mapping[float, str]) -> dict[str, Any]:
     """Write all but the manifest, which is returned; `groups` notes what was written, and was `moved`."""
     folder = config.run.folder
     tokenizer = build_tokenizer(config, _training_texts(config, moved))
-    tokenizer.save_pretrained(folder / "tokenizer")
+    with writing_alone(folder / "tokenizer"):
+        tokenizer.save_pretrained(folder / "tokenizer")
     template = ChatTemplate(tokenizer) if any(source.is_chat for source in config.data.all_sources) else None
     held_out: dict[str, list[Document]] = {split: [] for split in HELD_OUT}
     writer = _Writer(config, tokenizer, template, groups, moved, held_out)

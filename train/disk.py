@@ -5,29 +5,33 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from train.errors import LocalError, TrainingError, first_line
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 @contextmanager
-def writing(accelerator: Accelerator, partial: Path, alone: bool = False) -> Iterator[None]:
+def writing(accelerator: "Accelerator", partial: Path, alone: bool = False) -> Iterator[None]:
     """Where `partial` is written, by all processes or some: it fails on all of them or on none, and all wait here.
 
     Raises `TrainingError`, with `partial` removed. Where the writing itself makes the processes wait for each other
     (`alone`), only the one that failed can leave: it raises `LocalError`, and the launcher ends the others.
     """
+    import torch  # here: those who write alone need none of it
+
     reason = ""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:
         if not _is_about_writing(error):
             raise
         shutil.rmtree(partial, ignore_errors=True)
-        reason = _why_not_written(partial, error)
+        reason = why_not_written(partial, error, _AS_CHECKPOINTS)
         if alone:
             raise LocalError(reason) from None
     failed = accelerator.reduce(torch.tensor(float(bool(reason)), device=accelerator.device), reduction="sum")
@@ -35,19 +39,35 @@ def writing(accelerator: Accelerator, partial: Path, alone: bool = False) -> Ite
         raise TrainingError(reason or f"another process could not write {partial}") from None
 
 
+@contextmanager
+def writing_alone(path: Path) -> Iterator[None]:
+    """Where this process alone writes `path`, which may be cut off without harm, or is written aside.
+
+    Raises `LocalError` if it cannot: other processes, if there are any, cannot know.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_about_writing(error):
+            raise
+        raise LocalError(why_not_written(path, error)) from None
+
+
 def _is_about_writing(error: Exception) -> bool:
-    """torch.save says it by a RuntimeError, which has one of these in it."""
-    marks = ("inline_container", "StreamWriter", "iostream")
-    return not isinstance(error, RuntimeError) or any(mark in str(error) for mark in marks)
+    """torch.save says it by a RuntimeError, tokenizers by an error of no kind, which have one of these in them."""
+    if isinstance(error, RuntimeError):
+        return any(mark in str(error) for mark in ("inline_container", "StreamWriter", "iostream"))
+    return isinstance(error, OSError | SafetensorError) or (type(error) is Exception and "(os error " in str(error))
 
 
-def _why_not_written(partial: Path, error: Exception) -> str:
-    place = next(folder for folder in partial.parents if folder.is_dir())
+_AS_CHECKPOINTS = "; the checkpoints before it are whole: make room, and the same command goes on from the last one"
+
+
+def why_not_written(path: Path, error: Exception, way_out: str = ": make room, and the same command goes on") -> str:
+    """The message for a file or folder that could not be written: what, why, and what to do."""
+    place = next(folder for folder in path.parents if folder.is_dir())
     free = shutil.disk_usage(place).free / 1e9
-    return (
-        f"cannot write {partial} ({first_line(error)}; {free:.1f} GB are free there); the checkpoints before it are "
-        "whole: make room, and the same command goes on from the last one"
-    )
+    return f"cannot write {path} ({first_line(error)}; {free:.1f} GB are free there){way_out}"
 
 
 def flush(folder: Path) -> None:

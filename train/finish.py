@@ -22,6 +22,7 @@ from train.blocks import Mixture
 from train.checkpoint import save_model
 from train.console import Reporter
 from train.costs import machine
+from train.disk import writing, writing_alone
 from train.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary, record_of
 from train.engine import is_sharded
 from train.evaluate import Evaluation, report
@@ -40,7 +41,7 @@ def record_before(run: Run, reporter: Reporter, tracker: Tracker) -> None:
     write_samples(run, tracker)
     if run.accelerator.is_main_process:
         record = {"before": {split: evaluation.record() for split, evaluation in evaluations.items()}}
-        write_json(run.config.run.folder / _EVALUATION, record)
+        _write_record(run, record)
 
 
 def is_finished(run: Run) -> bool:
@@ -74,14 +75,21 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> 
     if main:
         record = _final_record(run, evaluations, setting, exported)
         record["draft_vocabulary"] = record_of(vocabulary, run.config)
-        write_json(folder / _EVALUATION, record)
+        _write_record(run, record)
         _compare(record, run, reporter, tracker)
-        write_model_card(folder, run.config.hub.repo, run.config.hub.license)
+        with writing_alone(folder / "README.md"):
+            write_model_card(folder, run.config.hub.repo, run.config.hub.license)
         if run.config.tracking.report:
             try_report(folder, reporter)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
         uploads.finished()
     run.accelerator.wait_for_everyone()
+
+
+def _write_record(run: Run, record: dict[str, Any]) -> None:
+    path = run.config.run.folder / _EVALUATION
+    with writing_alone(path):
+        write_json(path, record)
 
 
 def _held_out(run: Run) -> dict[str, Mixture]:
@@ -171,17 +179,19 @@ def _save_finished(run: Run, folder: Path, vocabulary: DraftVocabulary | Unsuppo
     """Write the checkpoint beside, then move its files into the run folder, config.json last."""
     partial = folder / "finished.partial"
     dtype = getattr(torch, run.config.model.save_dtype)
-    if run.accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    run.accelerator.wait_for_everyone()
+    main = run.accelerator.is_main_process
+    with writing(run.accelerator, partial):
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
     save_model(run.accelerator, run.model, run.data.tokenizer, partial, dtype)
-    if run.accelerator.is_main_process:
-        if isinstance(vocabulary, DraftVocabulary):
+    with writing(run.accelerator, partial):
+        if main and isinstance(vocabulary, DraftVocabulary):
             store_draft_vocabulary(partial, vocabulary.token_ids)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json") if main else ():
             os.replace(path, folder / path.name)
-        partial.rmdir()
+        if main:
+            partial.rmdir()
 
 
 def _final_record(

@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 
 # torchrun sends on to its processes the Ctrl-C that the terminal gave them already: that is not a second one.
 _ECHO_SECONDS = 3.0
+_listening: "list[Interrupts]" = []  # those that are entered
 
 
 class Interrupts:
@@ -26,9 +27,11 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._remember)
+        _listening.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        _listening.remove(self)
         self._restore()
 
     def poll(self) -> int:
@@ -48,3 +51,10 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()
+
+
+def ask_to_stop() -> None:
+    """Have the run stop as a first SIGTERM does: the step in hand is finished and saved. Nothing if no run listens."""
+    for interrupts in _listening:
+        if not interrupts.signal:
+            signal.raise_signal(signal.SIGTERM)

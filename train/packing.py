@@ -18,6 +18,7 @@ import numpy as np
 
 from train.bad_rows import BadRowError, BadRows
 from train.chat import ChatTemplate, Encoded
+from train.disk import writing_alone
 from train.splits import SPLITS, Document, Groups
 
 if TYPE_CHECKING:
@@ -97,8 +98,11 @@ def write_tokens(
         block: the block's length, if documents are to stay whole (longer ones are cut to it); None joins them.
         padding: id of the tokens that fill blocks.
         groups: is told of each document that is written.
+
+    Raises `LocalError` if they cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_alone(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     counts = dict.fromkeys(SPLITS, 0)
     num_cut = num_lost = 0
     with ExitStack() as stack:
@@ -122,9 +126,10 @@ class _TokenFile:
 
     def __init__(self, path: Path, dtype: np.dtype[Any], packer: "BestFit | None") -> None:
         """With a `packer` documents stay whole."""
-        self._tokens: BinaryIO = path.open("wb")
-        self._marks: BinaryIO = path.with_suffix(".marks").open("wb")
-        self._dtype, self._packer = dtype, packer
+        self._path, self._dtype, self._packer = path, dtype, packer
+        with writing_alone(path):
+            self._tokens: BinaryIO = path.open("wb")
+            self._marks: BinaryIO = path.with_suffix(".marks").open("wb")
 
     def add(self, ids: list[int], targets: list[bool]) -> None:
         """Write a document, or keep it until its block is full."""
@@ -134,12 +139,13 @@ class _TokenFile:
 
     def _write(self, rows: list[tuple[list[int], list[int]]]) -> None:
         for ids, marks in rows:
-            self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
-            self._marks.write(bytes(marks))
+            with writing_alone(self._path):
+                self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
+                self._marks.write(bytes(marks))
 
     def close(self) -> None:
         """Write the blocks that are still open, and close both files."""
-        with self._tokens, self._marks:
+        with writing_alone(self._path), self._tokens, self._marks:
             if self._packer is not None:
                 self._write(self._packer.close())
 

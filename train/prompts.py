@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerskip.checkpoint.whole_files import write_whole
 from train.bad_rows import BadRowError
+from train.disk import writing_alone
 from train.splits import Document, hash_share
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ def _beginnings(text: str, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str
 
 
 def write_prompts(prompts: Iterable[str], path: Path) -> None:
-    """Write one `{"prompt": text}` a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one `{"prompt": text}` a line. Raises `LocalError` if it cannot be written."""
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts]
-    path.write_text("".join(lines), encoding="utf-8")
+    with writing_alone(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(lines))

@@ -28,6 +28,7 @@ from typing import Any
 from layerskip.checkpoint.whole_files import read_json, write_json, write_whole
 from train.command import to_yaml
 from train.config import TrainConfig
+from train.disk import writing_alone
 from train.errors import ConfigError, TrainingError
 from train.parsing import read_yaml
 from train.splits import SPLITS
@@ -159,7 +160,8 @@ def record_data(folder: Path) -> None:
     splits = [file for split in SPLITS for file in sorted((folder / "data").rglob(f"{split}.bin"))]
     files = [*splits, *sorted((folder / "tokenizer").glob("tokenizer.json"))]
     record["data"] = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in files}
-    write_json(path, record)
+    with writing_alone(path):
+        write_json(path, record)
 
 
 def _fingerprint(file: Path) -> str:

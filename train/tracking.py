@@ -2,15 +2,22 @@
 
 import json
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 from layerskip.checkpoint.whole_files import write_whole
 from train.config import TrainConfig
+from train.disk import why_not_written, writing_alone
+from train.errors import LocalError
+from train.interrupts import ask_to_stop
 from train.trackers import Sink, start_trackers
 
 
 class Tracker:
     """Writes metrics on the first process, nothing on the others. Leaving it finishes the trackers' runs.
+
+    Where the disk is full, what was trained is worth more than what was measured: the run is asked to stop, which
+    saves a checkpoint, and is told of the disk in the end.
 
     Attributes:
         validations: the validation records of the run so far, those of earlier launches among them.
@@ -18,18 +25,23 @@ class Tracker:
     """
 
     def __init__(self, config: TrainConfig, resumed_step: int, enabled: bool = True) -> None:
-        """Open the files after step `resumed_step`; lines of later steps, since lost, are dropped."""
+        """Open the files after step `resumed_step`; lines of later steps, since lost, are dropped.
+
+        Raises `LocalError` if they cannot be written.
+        """
         self.validations: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self._sinks: list[Sink] = []
         self._samples: list[dict[str, Any]] = []
         self._metrics_file: TextIO | None = None
         self._samples_file: TextIO | None = None
+        self._failure = ""  # why something could not be written
         if not enabled:
             return
         metrics, samples = (config.run.folder / name for name in ("metrics.jsonl", "samples.jsonl"))
         for path in (metrics, samples):
-            truncate_after(path, resumed_step)
+            with writing_alone(path):
+                truncate_after(path, resumed_step)
         self.validations = [record for record in read_lines(metrics) if record.get("kind") == "validation"]
         self._samples = read_lines(samples)
         self._metrics_file = metrics.open("a", encoding="utf-8", newline="\n")
@@ -42,7 +54,7 @@ class Tracker:
         if self._metrics_file is None:
             return
         record = {"step": step, "kind": kind, **values}
-        _write_line(self._metrics_file, record)
+        self._write_line(self._metrics_file, record)
         if kind == "validation":
             self.validations.append(record)
         for sink in self._sinks:
@@ -54,23 +66,43 @@ class Tracker:
             return
         for record in records:
             self._samples.append({"step": step, **record})
-            _write_line(self._samples_file, self._samples[-1])
+            self._write_line(self._samples_file, self._samples[-1])
         for sink in self._sinks:
             sink.show(step, self._samples)
 
     def close(self) -> None:
-        """Close the files and finish the trackers' runs."""
+        """Close the files and finish the trackers' runs. Raises `LocalError` if something could not be written."""
         for file in (self._metrics_file, self._samples_file):
             if file is not None:
-                file.close()
+                try:
+                    file.close()  # which tries what is left once more
+                except OSError as error:
+                    self._note_failure(file, error)
         for sink in self._sinks:
             sink.close()
+        if self._failure:
+            raise LocalError(self._failure)
 
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except LocalError:
+            if kind is None:  # else what failed first is told
+                raise
+
+    def _write_line(self, file: TextIO, record: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+        except OSError as error:
+            self._note_failure(file, error)
+            ask_to_stop()
+
+    def _note_failure(self, file: TextIO, error: OSError) -> None:
+        self._failure = self._failure or why_not_written(Path(file.name), error)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -113,8 +145,3 @@ def _lines(path: Path) -> list[str]:
         return []
     with path.open(encoding="utf-8", newline="\n") as file:
         return list(file)
-
-
-def _write_line(file: TextIO, record: dict[str, Any]) -> None:
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    file.flush()
