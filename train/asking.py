@@ -52,8 +52,8 @@ def read_prompts(
                 bad.add(document.name, str(error))
             else:
                 prompts.append(Prompt(row, ids, document))
-        if bad.count:
-            reporter.say(bad.report())
+        if report := bad.report():
+            reporter.say(report)
     if not prompts:
         raise TrainingError("there is no prompt to answer in data; see the rows that were skipped")
     return sorted(prompts, key=lambda prompt: (-len(prompt.ids), prompt.row))

@@ -4,11 +4,13 @@ Every document belongs to a *group* (a module or package of the standard library
 trained on or held out as a whole, see `splits.py`.
 """
 
+import itertools
+import math
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from train.bad_rows import BadRowError, BadRows
+from train.bad_rows import TOO_DEEP, BadRowError, BadRows, check_characters
 from train.errors import ConfigError, TrainingError
 from train.messages import Message, conversation, flatten, opening
 from train.rows import Row, read_rows
@@ -65,13 +67,7 @@ def _read_part(source: SourceConfig, bad: BadRows, needs_answers: bool, held_out
         documents = _standard_library(source.max_documents)
     else:
         documents = _documents_of_rows(source, bad, needs_answers, held_out)
-    count = 0
-    for document in documents:
-        if document.text.strip():
-            yield document
-            count += 1
-        if count == source.max_documents:
-            return
+    return itertools.islice(documents, source.max_documents)
 
 
 def _standard_library(max_documents: int | None) -> Iterator[Document]:
@@ -88,7 +84,8 @@ def _standard_library(max_documents: int | None) -> Iterator[Document]:
             text = (root / path).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):  # a few sources are in another encoding on purpose
             continue
-        yield Document(text, path.as_posix(), path.parts[0].removesuffix(".py"))
+        if text.strip():
+            yield Document(text, path.as_posix(), path.parts[0].removesuffix(".py"))
 
 
 def _documents_of_rows(source: SourceConfig, bad: BadRows, needs_answers: bool, held_out: bool) -> Iterator[Document]:
@@ -99,11 +96,16 @@ def _documents_of_rows(source: SourceConfig, bad: BadRows, needs_answers: bool, 
             first = False
         try:
             if row.is_file:
-                yield Document(row.values["text"], row.name, row.name, is_file=True)
+                document = Document(row.values["text"], row.name, row.name, is_file=True)
             else:
-                yield to_document(row, source, needs_answers)
-        except BadRowError as error:
-            bad.add(row.name, str(error))
+                document = to_document(row, source, needs_answers)
+        except (BadRowError, RecursionError) as error:
+            bad.add(row.name, str(error) if isinstance(error, BadRowError) else TOO_DEEP)
+            continue
+        if document.text.strip():
+            yield document
+        else:
+            bad.add_empty()
 
 
 def _check_columns(row: Row, source: SourceConfig) -> None:
@@ -116,8 +118,11 @@ def _check_columns(row: Row, source: SourceConfig) -> None:
 
 
 def to_document(row: Row, source: SourceConfig, needs_answers: bool = True) -> Document:
-    """A row as a document. Its group is `group_column`, else the prompt or text itself, so that rows which say the
-    same stay on one side. Raises `BadRowError` for a column that is not there or holds something else."""
+    """A row as a document, empty if it says nothing, or answers nothing where it must.
+
+    Its group is `group_column`, else the prompt or text itself, so that rows which say the same stay on one side.
+    Raises `BadRowError` for a column that is not there or holds something else.
+    """
     for column in source.columns.values():
         if row.values.get(column) is None:
             raise BadRowError(f"has no {column!r}")
@@ -134,11 +139,9 @@ def to_document(row: Row, source: SourceConfig, needs_answers: bool = True) -> D
             if source.completion_column is not None:
                 messages += conversation(answer, source.completion_column, role="assistant")
         else:
-            parts = [
-                _text(prompt, source.prompt_column),
-                _text(answer, str(source.completion_column)) if answer else "",
-            ]
-            text, prompt_length = "".join(parts), len(parts[0])
+            prompt = _text(prompt, source.prompt_column)
+            answer = _text(answer, str(source.completion_column)) if answer is not None else ""
+            text, prompt_length = prompt + answer if answer.strip() or not needs_answers else "", len(prompt)
     else:
         text = _text(row.values[source.text_column], source.text_column)
     if messages:
@@ -146,11 +149,16 @@ def to_document(row: Row, source: SourceConfig, needs_answers: bool = True) -> D
     group = opening(messages) if messages else text[:prompt_length] or text
     if source.group_column is not None:
         group = str(row.values[source.group_column])
+        check_characters(group, source.group_column)
     return Document(text, row.name, group, "train", messages, prompt_length)
 
 
 def _text(value: object, column: str) -> str:
-    """A column's text; numbers are text too. Raises `BadRowError` for lists and mappings."""
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise BadRowError(f"has {type(value).__name__} in {column!r}, not text")
+    """A column's text; numbers are text too. Raises `BadRowError` for lists, mappings, truth values and what a table
+    puts where nothing is (NaN)."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRowError(f"has {type(value).__name__} in {column!r}, not text")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRowError(f"has {value} in {column!r}, not text")
+    check_characters(str(value), column)
+    return str(value)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.bad_rows import BadRowError
+from train.bad_rows import BadRowError, check_characters
 
 Message = Mapping[str, Any]
 
@@ -18,11 +18,11 @@ def conversation(value: Any, column: str, role: str | None = None, needs_answer:
     messages after the last answer are then left out.
     """
     if isinstance(value, str) and role is not None:
-        return ({"role": role, "content": value},)
+        return (_message({"role": role, "content": value}, 1, column),)
     if isinstance(value, str):  # a list in a .csv is its JSON
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:
             raise BadRowError(f"has text in {column!r}, not a list of {{role, content}}") from None
     if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
         raise BadRowError(f"has {type(value).__name__} in {column!r}, not a list of {{role, content}}")
@@ -42,6 +42,7 @@ def _message(message: Mapping[str, Any], number: int, column: str) -> Message:
         raise BadRowError(f"has no role in message {number} of {column!r}")
     if not isinstance(kept.get("content", "" if "tool_calls" in kept else None), str):
         raise BadRowError(f"has no text content in message {number} of {column!r}")
+    check_characters(_as_json(kept), column)
     return kept
 
 
@@ -65,4 +66,9 @@ def opening(messages: Sequence[Message]) -> str:
     """Everything before the first answer, as one text: what makes two conversations the same prompt."""
     answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     before = messages[: answers[0]] if answers else messages
-    return json.dumps([dict(message) for message in before or messages], ensure_ascii=False, sort_keys=True)
+    return _as_json([dict(message) for message in before or messages])
+
+
+def _as_json(value: object) -> str:
+    """One text for equal values, whatever a table holds."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.bad_rows import BadRows
+from train.bad_rows import TOO_DEEP, BadRows
 from train.errors import TrainingError, first_line
 from train.text_config import SourceConfig
 
@@ -84,6 +84,9 @@ def _jsonl(path: Path, bad: BadRows) -> Iterator[Row]:
                 values = json.loads(line)
             except ValueError:  # no JSON, or bytes that are no UTF-8
                 bad.add(name, "is no JSON")
+                continue
+            except RecursionError:
+                bad.add(name, TOO_DEEP)
                 continue
             if isinstance(values, dict):
                 yield Row(values, name)
