@@ -12,7 +12,8 @@ from tests.test_train_chat import CHATML
 from train.blocks import Blocks, Mixture, position_ids
 from train.boundaries import why_not_apart
 from train.command import load_config
-from train.errors import ConfigError
+from train.data import prepare_data
+from train.errors import ConfigError, TrainingError
 from train.loop import train
 from train.packing import START, TARGET
 
@@ -112,6 +113,19 @@ def conversations(tmp_path_factory) -> list[str]:
 def records(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record for record in lines if record["kind"] == "train"]
+
+
+def test_answers_that_lie_beyond_the_block_are_named_where_no_text_is_left(tmp_path):
+    row = {"prompt": "a question of many words " * 50, "completion": "an answer"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
+    source = ["data.standard_library=false", "data.max_documents=null", f"data.path={tmp_path}/rows.jsonl"]
+    source += ["data.prompt_column=prompt", "data.completion_column=completion", "data.as_chat=false"]
+    options = [*source, "tokenizer.train_vocab_size=300", f"run.output_dir={tmp_path}/run", "data.sequence_length=32"]
+    told = (
+        r"no text for train and validation and test: 9 rows were left out, longer than data\.sequence_length=32 tokens "
+    )
+    with pytest.raises(TrainingError, match=told + "with the answer beyond them; raise it, or give shorter ones"):
+        prepare_data(load_config(TINY, options))
 
 
 @pytest.mark.slow

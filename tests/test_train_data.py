@@ -360,6 +360,15 @@ def test_held_out_text_may_have_a_file_or_split_of_its_own(tmp_path):
     assert [(d.text, d.split) for d in by_split] == [(d.text, d.split) for d in found]
 
 
+@pytest.mark.parametrize("held_out", ["{0}/a.jsonl", "{0}/./a.jsonl", "{0}/*.jsonl"])
+def test_a_file_that_is_trained_on_is_not_held_out_as_well(tmp_path, held_out):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "text"}\n')
+    source = DataConfig(path=(f"{tmp_path}/a.jsonl",), eval_path=(held_out.format(tmp_path),))
+    with pytest.raises(ConfigError, match=r"data\.eval_path has .*/a\.jsonl, which data\.path has, too: "):
+        read(source)
+
+
 @pytest.mark.parametrize("text", ["".join(f"line {n:04}\n" for n in range(400)) + "end", "word " * 500])
 def test_of_one_text_file_alone_the_end_is_held_out(tmp_path, text):
     (tmp_path / "mine.txt").write_text(text)

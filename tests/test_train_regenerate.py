@@ -121,6 +121,34 @@ def test_prompts_alone_and_answers_without_an_end(files, capsys):
     assert "no answer is left to write; left out: 2 unfinished (raise --max-new-tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("advice", [["--keep-unfinished"], ["--max-new-tokens", "12", "--keep-unfinished"]])
+def test_what_is_advised_where_no_answer_is_finished_works(files, capsys, monkeypatch, advice):
+    (files / "prompts.jsonl").write_text('{"q": "2 + 2?"}\n{"q": "3 + 3?"}\n')
+    options = [f"data.path={files}/prompts.jsonl", "data.prompt_column=q", "--max-new-tokens", "4", "--batch-size", "4"]
+    assert main(["regenerate", f"{files}/config.yaml", "--output", f"{files}/a.jsonl", *options]) == 1
+    assert "no answer is left to write; left out: 2 unfinished" in capsys.readouterr().err
+    fresh = regenerate(files, "fresh.jsonl", *options, *advice)
+    assert len(fresh) == 2
+    asked = []
+    monkeypatch.setattr("train.continuations.continue_prompts", lambda *a: asked.append(a) or continue_prompts(*a))
+    assert regenerate(files, "a.jsonl", *options, *advice) == fresh
+    assert bool(asked) == ("--max-new-tokens" in advice)  # else what was written is kept, not written again
+
+
+def test_answers_that_are_finished_are_not_thrown_away_for_other_settings(tmp_path):
+    path, partial = tmp_path / "a.jsonl", tmp_path / "a.jsonl.partial"
+    with Answers(path, {"--max-new-tokens": 4}) as answers:
+        answers.add(0, {"text": "a"}, "unfinished")
+        answers.add(1, {"text": "b"})
+    before = partial.read_bytes()
+    with pytest.raises(TrainingError, match=r"was begun with --max-new-tokens 4, here it is 8: go on with the same"):
+        Answers(path, {"--max-new-tokens": 8})
+    assert partial.read_bytes() == before
+    with Answers(path, {"--max-new-tokens": 4}, keep_unfinished=True) as answers:
+        assert answers.finish() == (2, "")
+    assert path.read_text() == '{"text": "a"}\n{"text": "b"}\n'
+
+
 ASSISTANT = ROOT / "configs" / "assistant.yaml"
 
 

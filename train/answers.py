@@ -1,6 +1,6 @@
 """The file of answers while it is written: append-only beside the final one, so that a stop loses one line at most.
 
-answers.jsonl.partial    first the settings it was begun with, then {"row", "record"} a line, in any order
+answers.jsonl.partial    first the settings it was begun with, then {"row", "record", "reason"} a line, in any order
 answers.jsonl            the records in the order of their rows, moved into place when all are there
 """
 
@@ -17,14 +17,19 @@ from train.errors import TrainingError
 class Answers:
     """Rows that are answered. Use as a context manager; `finish` makes the final file."""
 
-    def __init__(self, path: Path, fingerprint: dict[str, Any]) -> None:
+    def __init__(self, path: Path, fingerprint: dict[str, Any], keep_unfinished: bool = False) -> None:
         """Go on with `path`.partial, or begin it.
 
-        Raises `TrainingError` if it was begun with other settings than `fingerprint`, or cannot be written.
+        Args:
+            path: of the final file.
+            fingerprint: the settings that make an answer what it is.
+            keep_unfinished: whether the final file has answers that were cut off; the partial one has them.
+
+        Raises `TrainingError` if answers of other settings than `fingerprint` are there, or if it cannot be written.
         """
         self._path, self._partial = path, path.with_name(path.name + ".partial")
-        self._records: dict[int, dict[str, Any] | None] = {}
-        self._left_out: Counter[str] = Counter()
+        self._keep_unfinished = keep_unfinished
+        self._rows: dict[int, tuple[dict[str, Any] | None, str]] = {}  # record, and why it is left out
         with writing_alone(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(fingerprint))
@@ -36,8 +41,8 @@ class Answers:
             self._write({"settings": wanted})
 
     def _read(self, wanted: dict[str, Any]) -> int:
-        """Take in the whole lines that are there; returns their size in bytes."""
-        size = 0
+        """Take in the whole lines that are there; returns their size in bytes, 0 to begin anew."""
+        size, settings = 0, wanted
         with self._partial.open("rb") as lines:
             for number, line in enumerate(lines):
                 try:
@@ -47,31 +52,31 @@ class Answers:
                 if value is None:
                     break
                 if number == 0:
-                    self._compare(value["settings"], wanted)
+                    settings = value["settings"]
                 else:
-                    self._take(value["row"], value["record"], value.get("reason", ""))
+                    self._rows[value["row"]] = value["record"], value.get("reason", "")
                 size += len(line)
-        return size
+        if settings == wanted:
+            return size
+        if any(record is not None and not reason for record, reason in self._rows.values()):
+            self._refuse(settings, wanted)
+        self._rows.clear()  # nothing was finished: other settings throw nothing away
+        return 0
 
-    def _compare(self, there: dict[str, Any], wanted: dict[str, Any]) -> None:
-        for key in {**there, **wanted}:
-            if there.get(key) != wanted.get(key):
-                raise TrainingError(
-                    f"{self._partial} was begun with {key} {there.get(key)!r}, here it is {wanted.get(key)!r}: "
-                    "go on with the same settings, or delete it"
-                )
-
-    def _take(self, row: int, record: dict[str, Any] | None, reason: str) -> None:
-        self._records[row] = record
-        if record is None:
-            self._left_out[reason] += 1
+    def _refuse(self, there: dict[str, Any], wanted: dict[str, Any]) -> None:
+        key = next(key for key in {**there, **wanted} if there.get(key) != wanted.get(key))
+        raise TrainingError(
+            f"{self._partial} was begun with {key} {there.get(key)!r}, here it is {wanted.get(key)!r}: "
+            "go on with the same settings, or delete it"
+        )
 
     def __contains__(self, row: int) -> bool:
-        return row in self._records
+        return row in self._rows
 
     def add(self, row: int, record: dict[str, Any] | None, reason: str = "") -> None:
-        """Write row number `row`; no record: it is left out for `reason`, and not tried again."""
-        self._take(row, record, reason)
+        """Write row number `row`, which is not tried again. With a `reason` it is left out of the final file, but for a
+        record where unfinished ones are kept."""
+        self._rows[row] = record, reason
         self._write({"row": row, "record": record, **({"reason": reason} if reason else {})})
 
     def _write(self, value: dict[str, Any]) -> None:
@@ -84,8 +89,13 @@ class Answers:
 
         Raises `TrainingError` if nothing is left to write.
         """
-        left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(self._left_out.items()))
-        records = [record for _, record in sorted(self._records.items()) if record is not None]
+        records, reasons = [], Counter[str]()
+        for _, (record, reason) in sorted(self._rows.items()):
+            if record is not None and (self._keep_unfinished or not reason):
+                records.append(record)
+            else:
+                reasons[reason] += 1
+        left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         if not records:
             raise TrainingError(f"no answer is left to write; left out: {left_out}; {self._partial} has them all")
         with writing_alone(self._path), replacing(self._path) as partial, partial.open("w", encoding="utf-8") as file:

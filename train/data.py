@@ -56,7 +56,7 @@ def prepare_data(config: TrainConfig) -> None:
             f"so few documents that data.held_out={config.data.held_out} left a split without any: one was moved to "
             f"{' and one to '.join(moved.values())}; what is measured on so little text says little"
         )
-    _check_counts(record["sources"])
+    _check_counts(record["sources"], config.data.sequence_length)
     with writing_alone(manifest):
         write_json(manifest, record)
 
@@ -124,7 +124,8 @@ class _Writer:
     held_out: dict[str, list[Document]]  # the first documents of each held-out split, for prompts
 
     def write(self, number: int, source: SourceConfig) -> dict[str, Any]:
-        """Write source `number`; returns its record: {"source", "tokens" by split, "bad_rows", "notes"}."""
+        """Write source `number`; returns its record: {"source", "tokens" by split, "bad_rows", "lost_rows",
+        "notes"}."""
         data = self.config.data
         bad = BadRows(data.max_bad_rows)
         documents = read_documents(source, data.held_out, bad, moved=self.moved)
@@ -136,6 +137,7 @@ class _Writer:
             "source": describe(source),
             "tokens": written.tokens,
             "bad_rows": bad.count,
+            "lost_rows": written.num_lost,
             "notes": [note for note in (bad.report(), _cut_note(written, block), self._template_note()) if note],
         }
 
@@ -173,11 +175,18 @@ def _keep_held_out(documents: Iterable[Document], kept: dict[str, list[Document]
         yield document
 
 
-def _check_counts(records: list[dict[str, Any]]) -> None:
+def _check_counts(records: list[dict[str, Any]], sequence_length: int) -> None:
     """Raise `TrainingError` if there are too few documents for each split to have one."""
     empty = [split for split in SPLITS if not any(record["tokens"][split] for record in records)]
-    if empty:
-        raise TrainingError(
-            f"no text for {' and '.join(empty)}: training, validation and test need a document each, and those of one "
-            "group (or of the same text) count as one; give more, or one text file alone, whose end is then held out"
+    if not empty:
+        return
+    reason = (
+        "training, validation and test need a document each, and those of one group (or of the same text) count as "
+        "one; give more, or one text file alone, whose end is then held out"
+    )
+    if lost := sum(record["lost_rows"] for record in records):
+        reason = (
+            f"{lost} {'row was' if lost == 1 else 'rows were'} left out, longer than data.sequence_length="
+            f"{sequence_length} tokens with the answer beyond them; raise it, or give shorter ones"
         )
+    raise TrainingError(f"no text for {' and '.join(empty)}: {reason}")

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, config: TrainConfig) -> int:
     # The model is read after the prompts: what is wrong with those is told first.
     tokenizer, template = _tokenizer(config)
     prompts = read_prompts(config, options, tokenizer, template, reporter)
-    with Answers(options.output, fingerprint(options, config)) as answers:
+    with Answers(options.output, fingerprint(options, config), options.keep_unfinished) as answers:
         _answer_all(_model(config), tokenizer, prompts, options, config, answers)
         written, left_out = answers.finish()
     reporter.say(f"wrote {options.output}: {written} rows" + (f"; left out: {left_out}" if left_out else ""))
@@ -63,8 +63,9 @@ def _with_trained_model(config: TrainConfig) -> TrainConfig:
 
 
 def fingerprint(options: RegenerateOptions, config: TrainConfig) -> dict[str, Any]:
-    """What makes the file the one it is, by the name a user gives it."""
-    named = {flag(f.name): getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "output"}
+    """What makes an answer the one it is, by the name a user gives it."""
+    names = [f.name for f in dataclasses.fields(options) if f.name not in ("output", "keep_unfinished")]
+    named = {flag(name): getattr(options, name) for name in names}
     for section in ("model", "tokenizer", "data"):
         values = dataclasses.asdict(getattr(config, section))
         named |= {f"{section}.{key}": value for key, value in values.items()}
@@ -127,7 +128,7 @@ def _answer_all(
                 for prompt, new in zip(batch, texts, strict=True):
                     if prompt.row not in answers:
                         finished = bool(torch.isin(new[-1:], torch.tensor(ends)).any())
-                        answers.add(prompt.row, *_record(prompt, new, finished, tokenizer, options))
+                        answers.add(prompt.row, *_record(prompt, new, finished, tokenizer))
             count(len(batch))
 
 
@@ -136,9 +137,8 @@ def _record(
     new: "torch.Tensor",
     finished: bool,
     tokenizer: "PreTrainedTokenizerBase",
-    options: RegenerateOptions,
 ) -> tuple[dict[str, Any] | None, str]:
-    """The line to write, or None and why it is left out."""
+    """The line to write, and why it is left out if it is; an answer that was cut off is both."""
     from train.messages import asked
 
     document = prompt.document
@@ -146,10 +146,9 @@ def _record(
         said = str(tokenizer.decode(new, skip_special_tokens=True)).strip()
         if not said:
             return None, "empty"
-        if not finished and not options.keep_unfinished:
-            return None, "unfinished (raise --max-new-tokens, or --keep-unfinished)"
         messages = [*map(dict, asked(document.messages)), {"role": "assistant", "content": said}]
-        return {"messages": messages, "group": document.group}, ""
+        reason = "" if finished else "unfinished (raise --max-new-tokens, or --keep-unfinished)"
+        return {"messages": messages, "group": document.group}, reason
     # Decoded together, or a character over the border would be lost; one that the cut splits is left out.
     given = str(tokenizer.decode(prompt.ids, skip_special_tokens=True)).rstrip("\ufffd")
     text = str(tokenizer.decode([*prompt.ids, *new], skip_special_tokens=True)).rstrip("\ufffd")

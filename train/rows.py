@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.bad_rows import TOO_DEEP, BadRows
-from train.errors import TrainingError, first_line
+from train.errors import ConfigError, TrainingError, first_line
 from train.text_config import SourceConfig
 
 _TEXT_SUFFIXES = (".md", ".py", ".txt")
@@ -33,16 +33,21 @@ def read_rows(source: SourceConfig, bad: BadRows, held_out: bool = False) -> Ite
     """The rows of `source`, or of its `eval_path` or `eval_split` if `held_out`.
 
     Rows that cannot be parsed go to `bad`. Raises `TrainingError` for files and datasets that are not there or
-    cannot be read.
+    cannot be read, `ConfigError` for a file that is both trained on and held out.
     """
     if source.dataset is not None:
         return _dataset(source, source.eval_split or source.split if held_out else source.split)
-    setting, patterns = ("eval_path", source.eval_path) if held_out else ("path", source.path)
-    return _files(f"data.{setting}", patterns, bad)
+    paths = {"path": _paths("data.path", source.path), "eval_path": _paths("data.eval_path", source.eval_path)}
+    trained_on = {path.resolve() for path in paths["path"]}
+    for path in paths["eval_path"]:
+        if path.resolve() in trained_on:
+            raise ConfigError(f"data.eval_path has {path}, which data.path has, too: take it out of one of them")
+    setting = "eval_path" if held_out else "path"
+    return _files(f"data.{setting}", paths[setting], bad)
 
 
-def _files(setting: str, patterns: tuple[str, ...], bad: BadRows) -> Iterator[Row]:
-    """Files in the order of the patterns, then of their names, once each."""
+def _paths(setting: str, patterns: tuple[str, ...]) -> list[Path]:
+    """The files in the order of the patterns, then of their names, once each."""
     paths: list[Path] = []
     for pattern in patterns:
         found = sorted(Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True))
@@ -53,7 +58,11 @@ def _files(setting: str, patterns: tuple[str, ...], bad: BadRows) -> Iterator[Ro
     for path in paths:
         if path.suffix not in _SUFFIXES:
             raise TrainingError(f"{setting}: cannot read {path}; known are {', '.join(_SUFFIXES)}")
-    for path in dict.fromkeys(paths):
+    return list(dict.fromkeys(paths))
+
+
+def _files(setting: str, paths: list[Path], bad: BadRows) -> Iterator[Row]:
+    for path in paths:
         if path.suffix == ".jsonl":
             yield from _jsonl(path, bad)
         elif path.suffix in _DELIMITERS:
