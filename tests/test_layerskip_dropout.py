@@ -110,7 +110,7 @@ def test_the_experts_balance_is_of_all_rows(name, asked_by):
     model, ids = tiny.architecture(name).train(), batch()
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[3, :2] = 0
-    handle = prepare(model, Recipe(max_dropout=0.6, dropout_depth="linear", exit_loss_scale=0, exit_weights="uniform"))
+    handle = prepare(model, Recipe(max_dropout=0.6, dropout_depth="linear", exits=(1, 2)))
     handle.set_step(0)
     plain = model(input_ids=ids, attention_mask=mask, labels=ids)
     model.config.output_router_logits = asked_by == "config"

@@ -186,7 +186,9 @@ class Head:
         self._inject.returns_tuple, self._inject.hidden = self.returns_tuple, hidden
         try:
             token_ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            return self._view(input_ids=token_ids, use_cache=False, return_dict=True).logits
+            asked = getattr(self._view.config, "output_router_logits", False)  # of experts, which the view has none of
+            silent = {"output_router_logits": False} if asked else {}
+            return self._view(input_ids=token_ids, use_cache=False, return_dict=True, **silent).logits
         finally:
             self._inject.hidden = None
 
