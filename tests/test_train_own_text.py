@@ -64,7 +64,7 @@ def test_own_text_begins_from_all_of_the_training_text_and_is_the_models_of_that
     assert said.tolist() == second[:1].tolist()
 
 
-def test_a_run_that_goes_on_reads_what_it_wrote_before(tmp_path, options):
+def test_a_run_that_goes_on_reads_what_it_wrote_before(tmp_path, options, capsys):
     """And not what a later model wrote, where it goes back behind that."""
     run, options = tmp_path / "run", [*options, "optim.max_steps=8"]
     assert train(load_config(TINY, options)) == 0
@@ -73,8 +73,10 @@ def test_a_run_that_goes_on_reads_what_it_wrote_before(tmp_path, options):
     marked[-1] = 7
     marked.tofile(path)
     shutil.rmtree(run / "checkpoints" / "step-000008")
+    assert "the model continues 8 texts for exits to follow" in capsys.readouterr().out
     assert train(load_config(TINY, options)) == 0
     assert np.fromfile(path, dtype=np.uint16).tolist() == marked.tolist()
+    assert f"exits follow the 8 texts in {path}" in "".join(capsys.readouterr().out.splitlines())
     for gone in ("step-000008", "step-000006", "step-000004"):
         shutil.rmtree(run / "checkpoints" / gone)
     path.rename(path.with_name("own-000006.bin"))

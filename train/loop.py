@@ -68,8 +68,7 @@ def take_all_steps(run: Run, interrupts: Interrupts, reporter: Reporter, tracker
         started = time.perf_counter()
         is_own = reads_own_text(config, progress.step)
         if is_own and own_text is None:
-            reporter.say(f"the model continues {config.data.own_text_rows} texts, for its exits to follow")
-            own_text = open_own_text(run)
+            own_text = open_own_text(run, reporter.say)
         text = own_text if is_own and own_text is not None else run.data.train
         step = take_step(run, text, is_own, meter, interrupts)
         progress.step += 1

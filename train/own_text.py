@@ -7,6 +7,7 @@ learn, from the last layer's distribution: the model is not taught its own words
 learn from other text, reads nothing but its own in those steps, and its later layers are not run.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,8 @@ def find_own_text(config: TrainConfig) -> Path | None:
     return next((config.run.folder / "data").glob("own-*.bin"), None)
 
 
-def open_own_text(run: Run) -> Mixture:
-    """The model's own text, written from the model as it is now unless it is there already.
+def open_own_text(run: Run, say: Callable[[str], None]) -> Mixture:
+    """The model's own text, written from the model as it is now unless it is there already; says which.
 
     Every process calls this, at the same step; the first one writes, and a sharded model needs all to run it. A
     resumed run finds the text that was written before; a finished one with more steps to take is another model by
@@ -50,6 +51,10 @@ def open_own_text(run: Run) -> Mixture:
     step, found, is_main = run.progress.step, find_own_text(run.config), run.accelerator.is_main_process
     there = found is not None and _first_step(run.config) <= int(found.stem.removeprefix("own-")) <= step
     path = found if found and there else run.config.run.folder / "data" / f"own-{step:06d}.bin"
+    rows = run.config.data.own_text_rows
+    say(
+        f"exits follow the {rows} texts in {path}" if there else f"the model continues {rows} texts for exits to follow"
+    )
     run.accelerator.wait_for_everyone()  # until all have looked
     tokens = _continue_text(run) if not there and (is_main or is_sharded(run.accelerator)) else None
     with writing(run.accelerator, path):
