@@ -63,6 +63,25 @@ def test_adapters_of_a_model_in_half_precision_learn_in_float32():
     assert any(weight.grad.any() for weight in weights)
 
 
+def test_an_upload_while_saving_would_leave_adapters_behind(tmp_path):
+    model = tiny.llama()
+    prepare(model, RECIPE)
+    model.save_pretrained(tmp_path / "by place", True, None, False)
+    assert (tmp_path / "by place" / ADAPTERS_FILE).is_file()
+    with pytest.raises(ValueError, match=r"then model\.push_to_hub"):
+        model.save_pretrained(tmp_path / "new", push_to_hub=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_with_a_recipe_is_pickled(tmp_path):
+    model = tiny.llama().train()
+    prepare(model, Recipe.preset("frozen-target", exits=(1,)))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    losses = [m(input_ids=batch(), labels=batch()).loss for m in (model, again)]
+    assert torch.equal(*losses)
+
+
 def test_a_recipe_that_trains_the_model_does_not_take_a_frozen_one():
     """Whose every step would train nothing, and be told by an error of autograd's."""
     model = tiny.llama()

@@ -9,6 +9,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 from transformers import DynamicCache
 
+import layerskip
 from layerskip.training.dropout import Decision, DropoutHooks
 from layerskip.training.recipe import Recipe, prepare
 from tests import tiny
@@ -122,6 +123,19 @@ def test_the_experts_balance_is_of_all_rows(name, asked_by):
     share = model.config.router_aux_loss_coef * balanced.aux_loss
     torch.testing.assert_close(balanced.loss, plain.loss + share, atol=1e-5, rtol=1e-5)
     balanced.loss.backward()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_that_are_asked_for_their_routing_draft(name):
+    """By the config, and before the model has ever run: its own forward would find what views do not have."""
+    model = tiny.endless(tiny.architecture(name))
+    model.config.output_router_logits = True
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    drafted = layerskip.generate(model, batch(1), exit_layer=1, num_draft_tokens=3, **settings)
+    assert torch.equal(drafted, model.generate(batch(1), **settings))
+    handle = prepare(tiny.architecture(name), Recipe.preset("frozen-target", adapter_blocks=1))
+    handle.model.config.output_router_logits = True
+    handle.model.train()(input_ids=batch(), labels=batch()).loss.backward()
 
 
 # --- copies ---

@@ -198,11 +198,21 @@ def _save_pretrained(
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
     state_dict: Mapping[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    *args: Any,
     **kwargs: Any,
 ) -> None:
-    """The model's own `save_pretrained`, and its adapters beside the weights."""
+    """The model's own `save_pretrained`, and its adapters beside the weights.
+
+    Raises:
+        ValueError: if it is to upload, which it would have done before the adapters are there.
+    """
+    if push_to_hub:
+        raise ValueError(
+            "push_to_hub=True would leave the exits' adapters behind: save_pretrained, then model.push_to_hub(...)"
+        )
     gathered = None if state_dict is None else dict(state_dict)  # transformers takes the adapters out of it
-    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, False, *args, **kwargs)
     if is_main_process:
         save_adapters(model, save_directory, gathered)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from layerskip.checkpoint.vocabulary import check_token_ids
 from layerskip.model.anatomy import UnsupportedModelError, anatomy, decoder_layers, device_of
-from layerskip.model.views import _shallow_copy, with_layers
+from layerskip.model.views import _shallow_copy, silent, with_layers
 
 # Relative error allowed between the reduced logits and the model's own: another shape of matrix may be another kernel.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -112,9 +112,10 @@ def _self_check(model: PreTrainedModel, path: list[str], draft_head: DraftHead, 
     """A few tokens through one layer: the reduced logits must be the whole head's at these ids."""
     view = with_layers(model, anatomy(model).layers_path, decoder_layers(model)[:1])
     tokens = torch.arange(3, 7, device=device_of(model)).remainder(model.get_input_embeddings().num_embeddings)[None]
-    expected = view(input_ids=tokens, use_cache=False).logits
+    asked = {"use_cache": False, **silent(view)}
+    expected = view(input_ids=tokens, **asked).logits
     expected = expected[..., token_ids.to(expected.device)].float()
-    actual = _with_module(view, path, draft_head)(input_ids=tokens, use_cache=False).logits.float()
+    actual = _with_module(view, path, draft_head)(input_ids=tokens, **asked).logits.float()
     error = float((actual - expected).norm() / expected.norm()) if actual.shape == expected.shape else float("inf")
     if not error <= _TOLERANCE.get(draft_head.weight.dtype, _HALF_TOLERANCE):
         raise UnsupportedModelError(

@@ -26,7 +26,7 @@ from layerskip.model.draft_head import scatter, with_draft_head
 from layerskip.model.exit_layers import ExitBlocks
 from layerskip.model.exit_number import check_exit_layer
 from layerskip.model.self_check import check_blocks, check_cut
-from layerskip.model.views import Here, Inject, Placed, Skip, Tap, layers_return_tuples, with_layers
+from layerskip.model.views import Here, Inject, Placed, Skip, Tap, layers_return_tuples, silent, with_layers
 
 
 class _Cut(NamedTuple):
@@ -171,7 +171,7 @@ class Stages:
 
     def run(self, model: nn.Module, token_ids: Tensor, cache: Cache, logits_to_keep: int) -> Tensor:
         """Logits of the last positions of (batch, n) tokens, by the model or a view of it; 0 costs no head."""
-        arguments: dict[str, Any] = {self.anatomy.cache_argument: cache}
+        arguments: dict[str, Any] = {self.anatomy.cache_argument: cache, **silent(model)}
         if self.anatomy.keeps_logits:
             # 0 means "all" to transformers; an empty list of positions means none, and costs no head.
             arguments["logits_to_keep"] = logits_to_keep or self._no_position

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -133,6 +133,12 @@ def with_layers(model: nn.Module, path: tuple[str, ...], layers: list[nn.Module]
     return copy
 
 
+def silent(model: nn.Module) -> dict[str, bool]:
+    """Arguments for a forward of a view of `model`: where the config asks experts what their routers say, it does not,
+    since the layers that would tell may be replaced."""
+    return {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+
+
 def _shallow_copy(module: nn.Module) -> nn.Module:
     copy = object.__new__(module.__class__)  # __new__ of a class that FSDP2 made builds something else
     copy.__dict__ = dict(module.__dict__)
@@ -158,7 +164,7 @@ def layers_return_tuples(model: PreTrainedModel) -> bool:
         spy = Spy(decoder_layers(model)[0])
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         with torch.random.fork_rng():  # a model in training draws
-            with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False)
+            with_layers(model, anatomy(model).layers_path, [spy])(input_ids=token, use_cache=False, **silent(model))
         _tuples[model] = spy.returns_tuple
     return _tuples[model]
 
@@ -186,20 +192,18 @@ class Head:
         self._inject.returns_tuple, self._inject.hidden = self.returns_tuple, hidden
         try:
             token_ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            asked = getattr(self._view.config, "output_router_logits", False)  # of experts, which the view has none of
-            silent = {"output_router_logits": False} if asked else {}
-            return self._view(input_ids=token_ids, use_cache=False, return_dict=True, **silent).logits
+            return self._view(input_ids=token_ids, use_cache=False, return_dict=True, **silent(self._view)).logits
         finally:
             self._inject.hidden = None
 
 
 def listen(layer: nn.Module, keep: Callable[[Given], None]) -> RemovableHandle:
     """Tell `keep` what the layer is given at each of its forwards, before others' hooks change it."""
+    return layer.register_forward_pre_hook(partial(_tell, keep), with_kwargs=True, prepend=True)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args:
-            keep(Given(args[0], args[1:], dict(kwargs)))
-        else:
-            keep(Given(kwargs["hidden_states"], (), {n: v for n, v in kwargs.items() if n != "hidden_states"}))
 
-    return layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+def _tell(keep: Callable[[Given], None], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if args:
+        keep(Given(args[0], args[1:], dict(kwargs)))
+    else:
+        keep(Given(kwargs["hidden_states"], (), {n: v for n, v in kwargs.items() if n != "hidden_states"}))

@@ -47,6 +47,7 @@ class Handle:
         self._given: dict[int, Given] = {}  # by layer, from the exits on: what it was given
         self._inputs: dict[str, Any] = {}  # of the current forward, for the reference
         original = Reference(self.model, reference) if recipe.reference_weight > 0 else None
+        self._shortcut = Shortcut(layers, recipe.freeze_model and layers_return_tuples(self.model))
         self.adapters: Adapters | None = None
         if recipe.freeze_model:
             self.model.requires_grad_(False)
@@ -60,7 +61,6 @@ class Handle:
         else:
             exits = recipe.trained_exits(self.num_layers)
             self.adapters = attach_adapters(self.model, exits, recipe.adapter_rank, recipe.adapter_blocks, recipe.seed)
-        self._shortcut = Shortcut(layers, recipe.freeze_model and layers_return_tuples(self.model))
         self._base_loss = self.model.loss_function
         self._step_loss = StepLoss(self.model, self.num_layers, recipe, self.adapters, original, self._base_loss)
         self._hang(layers)

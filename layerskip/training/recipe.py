@@ -21,14 +21,14 @@ CHOICES = {
     "exit_weights": ("paper", "uniform", "shallow"),
     "curriculum": ("rotational", "gradual", "all"),
 }
-# name -> (lowest value, may it be that, highest value or None)
-_RANGES: dict[str, tuple[float, bool, float | None]] = {
+# name -> (lowest value, may it be that, highest value)
+_RANGES: dict[str, tuple[float, bool, float]] = {
     "max_dropout": (0, True, 1.0),
-    "exit_loss_scale": (0, True, None),
+    "exit_loss_scale": (0, True, 1000.0),
     "exit_loss_positions": (0, False, 1.0),
     "self_distillation": (0, True, 1.0),
-    "distillation_temperature": (0.01, True, None),  # logits are divided by it
-    "reference_weight": (0, True, None),
+    "distillation_temperature": (0.01, True, 100.0),  # logits are divided by it, the loss multiplied by its square
+    "reference_weight": (0, True, 1000.0),
 }
 _COUNTS = ("curriculum_stride", "total_steps", "adapter_rank", "adapter_blocks")
 
@@ -74,11 +74,9 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(choices)}")
         for name, (low, inclusive, high) in _RANGES.items():
             value = getattr(self, name)
-            above = value >= low if inclusive else value > low
-            if not (above and (value < math.inf if high is None else value <= high)):
+            if not ((value >= low if inclusive else value > low) and value <= high):
                 least = f"{low:g}" if inclusive else f"above {low:g}"
-                most = f" to {high:g}" if high is not None else " or more, finite"
-                raise ValueError(f"{name}={value} is out of range: {least}{most}")
+                raise ValueError(f"{name}={value} is out of range: {least} to {high:g}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -101,11 +99,14 @@ class Recipe:
     def _check_types(self) -> None:
         """A fraction or a text would be taken for a number until it fails, or trains nothing, much later."""
         for name in _RANGES:
-            if not isinstance(value := getattr(self, name), int | float):
+            if not isinstance(value := getattr(self, name), int | float) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} is not a number")
         for name in _COUNTS:
             if not isinstance(value := getattr(self, name), int | None):
                 raise ValueError(f"{name}={value!r} is not a whole number")
+        for name in ("dropout_rescale", "include_last", "freeze_model"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} is neither True nor False")
         if self.exits is None:
             return
         if not isinstance(self.exits, Collection) or not all(type(e) is int for e in self.exits):
@@ -163,8 +164,8 @@ class Recipe:
         exits = self.trained_exits(num_layers)
         if self.has_adapters and not self.freeze_model and self.exit_loss_scale == 0:
             raise ValueError("exit_loss_scale=0 lets the exits' adapters learn nothing: give it, or leave them out")
-        alone = self.exits == (1,) and self.exit_loss_scale > 0
-        asked = (self.has_adapters and 1 in exits) or alone
+        named = self.exits is not None and self.exit_loss_scale > 0
+        asked = 1 in exits and (self.has_adapters or named)
         if self.exit_weights == "paper" and asked and not (self.freeze_model and len(exits) == 1):
             raise ValueError(
                 "exit_weights=paper gives exit 1 no weight (e(0) = 0), so nothing would learn there: take another, or "

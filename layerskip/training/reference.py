@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.model.anatomy import anatomy, decoder_layers, unwrap
-from layerskip.model.views import Head, Spy, with_layers
+from layerskip.model.views import Head, Spy, silent, with_layers
 
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 
@@ -39,7 +39,7 @@ class Reference:
         """The original's logits (n, vocab) at the places `index` (n,) of the flattened (batch * length) inputs."""
         with self._original():
             keeps = {"logits_to_keep": index[:0]} if anatomy(self.model).keeps_logits else {}
-            self._view(**inputs, use_cache=False, return_dict=True, **keeps)
+            self._view(**inputs, use_cache=False, return_dict=True, **keeps, **silent(self._view))
             hidden, self._spy.hidden = self._spy.hidden, None
             assert hidden is not None
             self._head.returns_tuple = self._spy.returns_tuple

@@ -32,7 +32,7 @@ def step_weights(recipe: Recipe, num_layers: int, step: int, own_text: bool) -> 
     """Exits in the loss at a step and their weights, which sum to 1, ascending; L is the model itself."""
     exits = active_exits(recipe, num_layers, step)
     if own_text:
-        exits = tuple(e for e in exits if e < num_layers) or exits
+        exits = tuple(e for e in exits if e < num_layers) or recipe.trained_exits(num_layers)[-1:]
     weights = exit_weights(recipe, exits, num_layers)
     return {exit_layer: weight for exit_layer, weight in weights.items() if weight > 0}
 
