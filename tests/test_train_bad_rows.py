@@ -88,6 +88,17 @@ def test_rows_that_say_nothing_are_counted_apart_and_do_no_harm(tmp_path, line, 
     assert said == "1 unusable row skipped: rows.jsonl:4 is no JSON; 2 rows with an empty text or answer left out"
 
 
+def test_where_no_row_is_left_it_is_said_why(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": true}\n' * 2 + '{"text": ""}\n')
+    said = (
+        r"no document of data\.path=.* holds any text: 2 unusable rows skipped: .*rows\.jsonl:1 has bool in 'text', "
+        r"not text; .*rows\.jsonl:2 .*; 1 row with an empty text or answer left out$"
+    )
+    with pytest.raises(TrainingError, match=said):
+        list(read_documents(DataConfig(path=(str(path),)), 0.05, BadRows(9)))
+
+
 def test_an_empty_text_file_is_one_of_them(tmp_path):
     for name, text in (("a.txt", "text"), ("b.txt", "\n")):
         (tmp_path / name).write_text(text)

@@ -162,6 +162,15 @@ def test_a_token_over_the_border_belongs_to_the_answer():
     assert learnt(tokenizer, encoded) == ["\nOh, 4.<|im_end|>"]
 
 
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_a_conversation_that_is_nested_too_deep_is_refused(name):
+    """It is read as JSON, but the template's values are copied by a deeper recursion."""
+    chat = ChatTemplate(with_template(TEMPLATES[name][0], TEMPLATES[name][1]))
+    deep = json.loads("[" * 600 + "]" * 600)
+    with pytest.raises(BadRowError, match=r"^is nested too deep to be read$"):
+        chat.encode([FIRST[0], {**FIRST[1], "tool_calls": deep}])
+
+
 def test_templates_that_cannot_be_used():
     with pytest.raises(TrainingError, match=r"has no chat template, .* give tokenizer\.chat_template"):
         ChatTemplate(tiny.tokenizer())

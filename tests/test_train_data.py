@@ -1,16 +1,21 @@
 """Text to blocks: held out by whole sources, packed without loss, in an order that is a pure function."""
 
 import json
+import os
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.runs import TINY
 from train.bad_rows import BadRows
 from train.blocks import Blocks, Mixture, position_ids
 from train.chat import Encoded
+from train.command import load_config
 from train.corpus import read_documents
+from train.data import prepare_data
 from train.errors import ConfigError, TrainingError
 from train.order import allot, block_index, micro_batches
 from train.packing import START, TARGET, BestFit, encode, encode_documents, token_dtype, write_tokens
@@ -360,13 +365,28 @@ def test_held_out_text_may_have_a_file_or_split_of_its_own(tmp_path):
     assert [(d.text, d.split) for d in by_split] == [(d.text, d.split) for d in found]
 
 
-@pytest.mark.parametrize("held_out", ["{0}/a.jsonl", "{0}/./a.jsonl", "{0}/*.jsonl"])
-def test_a_file_that_is_trained_on_is_not_held_out_as_well(tmp_path, held_out):
+@pytest.mark.parametrize("held_out", ["a.jsonl", "./a.jsonl", "*.jsonl", "same-a.jsonl"])
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_a_file_that_is_trained_on_is_not_held_out_as_well(tmp_path, held_out, is_mixture):
+    """Under whatever name, and neither by the source that holds it out nor by another."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "text"}\n')
-    source = DataConfig(path=(f"{tmp_path}/a.jsonl",), eval_path=(held_out.format(tmp_path),))
-    with pytest.raises(ConfigError, match=r"data\.eval_path has .*/a\.jsonl, which data\.path has, too: "):
-        read(source)
+    (tmp_path / "same-a.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    trained_on, eval_path = (f"{tmp_path}/a.jsonl",), (f"{tmp_path}/{held_out}",)
+    data = DataConfig(path=trained_on, eval_path=eval_path)
+    if is_mixture:
+        apart = SourceConfig(path=(f"{tmp_path}/b.jsonl",), eval_path=eval_path)
+        data = DataConfig(sources=(SourceConfig(path=trained_on), apart))
+    config = replace(load_config(TINY, [f"run.output_dir={tmp_path}/run"]), data=data)
+    with pytest.raises(ConfigError, match=r"data\.eval_path has .*a\.jsonl, which data\.path has, too: "):
+        prepare_data(config)
+
+
+def test_a_file_whose_name_is_not_utf8_is_told(tmp_path):
+    (tmp_path / os.fsdecode(b"bad\xff0.txt")).write_text("text")
+    said = r"data\.path: the name of b'.*/bad\\xff0\.txt' is not UTF-8; rename it or leave it out"
+    with pytest.raises(TrainingError, match=said):
+        read(DataConfig(path=(f"{tmp_path}/*.txt",)))
 
 
 @pytest.mark.parametrize("text", ["".join(f"line {n:04}\n" for n in range(400)) + "end", "word " * 500])

@@ -158,3 +158,22 @@ def test_a_finished_checkpoint_that_cannot_be_put_in_place_is_told_and_tried_aga
     assert not (tmp_path / "finished.partial").exists()
     assert start(tmp_path, *text, *OPTIONS) == 0
     assert (tmp_path / "config.json").is_file()
+
+
+def test_a_run_whose_card_could_not_be_written_is_finished_by_the_same_command(tmp_path, text, monkeypatch, capsys):
+    card, longer = tmp_path / "README.md", ["optim.schedule=constant", "optim.max_steps=3"]
+    assert start(tmp_path, *text, *OPTIONS, "optim.schedule=constant") == 0
+    before = card.read_text()
+    assert "| optimizer steps | 2 |" in before
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            refuse(patch, "README.md")
+            with pytest.raises(TrainingError) as caught:
+                start(tmp_path, *text, *OPTIONS, *longer)
+        refused(caught, card)
+        assert card.read_text() == before  # whole, if of an earlier end
+    assert start(tmp_path, *text, *OPTIONS, *longer) == 0
+    assert "| optimizer steps | 3 |" in card.read_text()
+    capsys.readouterr()
+    assert start(tmp_path, *text, *OPTIONS, *longer) == 0
+    assert "is finished already" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from train.console import Reporter
 from train.corpus import read_documents
 from train.errors import TrainingError, check
 from train.regenerate_options import RegenerateOptions
+from train.rows import check_held_out
 from train.splits import Document
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def read_prompts(
     """The prompts of this part, the longest first, so that batches hold little padding and memory is tried early."""
     part, parts = map(int, options.part.split("/"))
     limit = _max_prompt(config, options)
+    check_held_out(config.data.all_sources)
     prompts: list[Prompt] = []
     row = -1
     for source in config.data.all_sources:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from train.bad_rows import BadRowError
+from train.bad_rows import TOO_DEEP, BadRowError
 from train.errors import TrainingError, first_line
 from train.messages import ASSISTANT, Message, asked
 
@@ -83,6 +83,8 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRowError(f"is refused by the chat template: {first_line(error)}") from None
+        except RecursionError:  # transformers walks through all that a message holds
+            raise BadRowError(TOO_DEEP) from None
 
     def _by_template(self, messages: Sequence[Message]) -> Encoded:
         made = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

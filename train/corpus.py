@@ -50,7 +50,8 @@ def read_documents(
         yield document
         count += 1
     if count == 0:
-        raise TrainingError(f"the data set is empty: no document of {describe(source)} holds any text")
+        empty = f"the data set is empty: no document of {describe(source)} holds any text"
+        raise TrainingError(": ".join(filter(None, (empty, bad.report()))))
     if has_eval:  # half and half: 0.5 leaves nothing to train on
         yield from put_on_sides(_read_part(source, bad, needs_answers, held_out=True), 0.5, HELD_OUT, moved or {})
 

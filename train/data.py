@@ -15,6 +15,7 @@ from train.disk import writing_alone
 from train.errors import TrainingError
 from train.packing import Written, encode_documents, token_dtype, write_tokens
 from train.prompts import choose_prompts, write_prompts
+from train.rows import check_held_out
 from train.splits import HELD_OUT, SPLITS, Document, Groups
 from train.text_config import SourceConfig
 from train.vocabulary import build_tokenizer, load_tokenizer, padding_id
@@ -42,12 +43,13 @@ def prepare_data(config: TrainConfig) -> None:
 
     Called by one process. The same run always finds the same files, so a resumed run reads the tokens it
     began with, whatever has become of the text since. Raises `TrainingError` for text that cannot be used, or a
-    disk that is full.
+    disk that is full, and `ConfigError` for a file that is both trained on and held out.
     """
     folder = config.run.folder
     manifest = _manifest(folder)
     if manifest.is_file():
         return
+    check_held_out(config.data.all_sources)
     groups = Groups(config.data.sequence_length)
     record = _write_text(config, groups, {})
     if moved := groups.moves():

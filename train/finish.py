@@ -12,10 +12,10 @@ import torch
 
 from layerskip.checkpoint.settings import Setting, carry, store_setting
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
-from layerskip.checkpoint.whole_files import read_json, write_json
+from layerskip.checkpoint.whole_files import read_json, write_json, write_whole
 from layerskip.forecast import Forecast
 from layerskip.model.anatomy import UnsupportedModelError
-from layerskip.share.card import write_model_card
+from layerskip.share.card import is_own_card, model_card
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture
@@ -56,8 +56,8 @@ def is_finished(run: Run) -> bool:
 def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> None:
     """Choose the decoding setting, write the finished checkpoint and the report, and begin the upload if asked to.
 
-    Every process calls this. evaluation.json is written after the checkpoint: its "after" says that all is
-    there.
+    Every process calls this. evaluation.json is written after the checkpoint, and gets its "exported" after the card
+    that is made from it: that says that all is there.
     """
     folder, main = run.config.run.folder, run.accelerator.is_main_process
     report(run.evaluator.measure(run.model, run.data.validation), "validation", run.progress.step, reporter, tracker)
@@ -75,10 +75,10 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> 
     if main:
         record = _final_record(run, evaluations, setting, exported)
         record["draft_vocabulary"] = record_of(vocabulary, run.config)
-        _write_record(run, record)
+        _write_record(run, {name: value for name, value in record.items() if name != "exported"})
         _compare(record, run, reporter, tracker)
-        with writing_alone(folder / "README.md"):
-            write_model_card(folder, run.config.hub.repo, run.config.hub.license)
+        _write_card(run)
+        _write_record(run, record)
         if run.config.tracking.report:
             try_report(folder, reporter)
         reporter.say(f"finished: {folder} holds the checkpoint; python -m infer chat {folder}")
@@ -90,6 +90,15 @@ def _write_record(run: Run, record: dict[str, Any]) -> None:
     path = run.config.run.folder / _EVALUATION
     with writing_alone(path):
         write_json(path, record)
+
+
+def _write_card(run: Run) -> None:
+    """Write README.md whole: one that was cut short would lack its mark, and be kept as somebody's own."""
+    folder, hub = run.config.run.folder, run.config.hub
+    path = folder / "README.md"
+    with writing_alone(path):
+        if not is_own_card(folder):
+            write_whole(path, model_card(folder, hub.repo, hub.license))
 
 
 def _held_out(run: Run) -> dict[str, Mixture]:

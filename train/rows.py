@@ -7,8 +7,9 @@ does not take the others with it; .parquet and datasets by `datasets`.
 import csv
 import glob
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +34,25 @@ def read_rows(source: SourceConfig, bad: BadRows, held_out: bool = False) -> Ite
     """The rows of `source`, or of its `eval_path` or `eval_split` if `held_out`.
 
     Rows that cannot be parsed go to `bad`. Raises `TrainingError` for files and datasets that are not there or
-    cannot be read, `ConfigError` for a file that is both trained on and held out.
+    cannot be read.
     """
     if source.dataset is not None:
         return _dataset(source, source.eval_split or source.split if held_out else source.split)
-    paths = {"path": _paths("data.path", source.path), "eval_path": _paths("data.eval_path", source.eval_path)}
-    trained_on = {path.resolve() for path in paths["path"]}
-    for path in paths["eval_path"]:
-        if path.resolve() in trained_on:
+    setting, patterns = ("data.eval_path", source.eval_path) if held_out else ("data.path", source.path)
+    return _files(setting, _paths(setting, patterns), bad)
+
+
+def check_held_out(sources: Sequence[SourceConfig]) -> None:
+    """Raise `ConfigError` for a file that a source holds out and one of them trains on, under whatever name.
+
+    Raises `TrainingError` for files that are not there.
+    """
+    trained_on = [path for source in sources for path in _paths("data.path", source.path)]
+    files = {(stat.st_dev, stat.st_ino) for stat in map(os.stat, trained_on)}  # links have names of their own
+    for path in (path for source in sources for path in _paths("data.eval_path", source.eval_path)):
+        stat = path.stat()
+        if (stat.st_dev, stat.st_ino) in files:
             raise ConfigError(f"data.eval_path has {path}, which data.path has, too: take it out of one of them")
-    setting = "eval_path" if held_out else "path"
-    return _files(f"data.{setting}", paths[setting], bad)
 
 
 def _paths(setting: str, patterns: tuple[str, ...]) -> list[Path]:
@@ -56,6 +65,11 @@ def _paths(setting: str, patterns: tuple[str, ...]) -> list[Path]:
             raise TrainingError(f"{setting}: no file matches {pattern!r}; give a file or a glob such as 'docs/**/*.md'")
         paths.extend(found)
     for path in paths:
+        try:
+            path.as_posix().encode()
+        except UnicodeEncodeError:  # a row's name goes into files and messages, and decides on its split
+            name = os.fsencode(path)
+            raise TrainingError(f"{setting}: the name of {name!r} is not UTF-8; rename it or leave it out") from None
         if path.suffix not in _SUFFIXES:
             raise TrainingError(f"{setting}: cannot read {path}; known are {', '.join(_SUFFIXES)}")
     return list(dict.fromkeys(paths))
