@@ -12,10 +12,10 @@ import torch
 
 from layerskip.checkpoint.settings import Setting, carry, store_setting
 from layerskip.checkpoint.vocabulary import store_draft_vocabulary
-from layerskip.checkpoint.whole_files import read_json, write_json, write_whole
+from layerskip.checkpoint.whole_files import read_json, write_json
 from layerskip.forecast import Forecast
 from layerskip.model.anatomy import UnsupportedModelError
-from layerskip.share.card import is_own_card, model_card
+from layerskip.share.card import write_model_card
 from train import before_after
 from train.best import choose_export, export_rule
 from train.blocks import Mixture
@@ -77,7 +77,8 @@ def finish(run: Run, reporter: Reporter, tracker: Tracker, uploads: Uploads) -> 
         record["draft_vocabulary"] = record_of(vocabulary, run.config)
         _write_record(run, {name: value for name, value in record.items() if name != "exported"})
         _compare(record, run, reporter, tracker)
-        _write_card(run)
+        with writing_alone(folder / "README.md"):
+            write_model_card(folder, run.config.hub.repo, run.config.hub.license)
         _write_record(run, record)
         if run.config.tracking.report:
             try_report(folder, reporter)
@@ -90,15 +91,6 @@ def _write_record(run: Run, record: dict[str, Any]) -> None:
     path = run.config.run.folder / _EVALUATION
     with writing_alone(path):
         write_json(path, record)
-
-
-def _write_card(run: Run) -> None:
-    """Write README.md whole: one that was cut short would lack its mark, and be kept as somebody's own."""
-    folder, hub = run.config.run.folder, run.config.hub
-    path = folder / "README.md"
-    with writing_alone(path):
-        if not is_own_card(folder):
-            write_whole(path, model_card(folder, hub.repo, hub.license))
 
 
 def _held_out(run: Run) -> dict[str, Mixture]:

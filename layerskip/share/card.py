@@ -6,6 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
+from layerskip.checkpoint.whole_files import write_whole
 from layerskip.share import card_numbers, card_text
 from layerskip.share.card_metadata import metadata
 from layerskip.share.run_record import HubError, read_run
@@ -18,9 +19,12 @@ _MARK = "<!-- Written from the run's own numbers. Remove this line, and your cha
 def write_model_card(
     run_dir: Path, repo_id: str | None = None, license: str | None = None, base_model: str | None = None
 ) -> None:
-    """Write README.md from the run's numbers, unless somebody has made it their own (see its comment)."""
+    """Write README.md from the run's numbers, unless somebody has made it their own (see its comment).
+
+    Whole or not at all: one that was cut short would lack its mark, and be kept as somebody's own.
+    """
     if not is_own_card(run_dir):
-        (run_dir / "README.md").write_text(model_card(run_dir, repo_id, license, base_model), encoding="utf-8")
+        write_whole(run_dir / "README.md", model_card(run_dir, repo_id, license, base_model))
 
 
 def is_own_card(run_dir: Path) -> bool:
