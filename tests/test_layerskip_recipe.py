@@ -494,7 +494,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused(tiny_llama):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"exits": (1, 2), "exit_weights": "paper"}, "gives exit 1 no weight"),
+        ({"exits": (1,), "exit_weights": "paper"}, "gives exit 1 no weight"),
         ({"exits": (1, 2), "exit_weights": "paper", "adapter_rank": 4}, "gives exit 1 no weight"),
         (
             {"exits": (1, 2), "exit_loss_scale": 0, "adapter_rank": 4},

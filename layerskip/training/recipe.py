@@ -164,8 +164,8 @@ class Recipe:
         exits = self.trained_exits(num_layers)
         if self.has_adapters and not self.freeze_model and self.exit_loss_scale == 0:
             raise ValueError("exit_loss_scale=0 lets the exits' adapters learn nothing: give it, or leave them out")
-        named = self.exits is not None and self.exit_loss_scale > 0
-        asked = 1 in exits and (self.has_adapters or named)
+        alone = self.exits == (1,) and self.exit_loss_scale > 0
+        asked = 1 in exits and (self.has_adapters or alone)
         if self.exit_weights == "paper" and asked and not (self.freeze_model and len(exits) == 1):
             raise ValueError(
                 "exit_weights=paper gives exit 1 no weight (e(0) = 0), so nothing would learn there: take another, or "
