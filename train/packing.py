@@ -138,8 +138,8 @@ class _TokenFile:
         self._write([(ids, marks)] if self._packer is None else self._packer.add(ids, marks))
 
     def _write(self, rows: list[tuple[list[int], list[int]]]) -> None:
-        for ids, marks in rows:
-            with writing_alone(self._path):
+        with writing_alone(self._path):
+            for ids, marks in rows:
                 self._tokens.write(np.asarray(ids, dtype=self._dtype).tobytes())
                 self._marks.write(bytes(marks))
 

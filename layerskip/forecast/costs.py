@@ -84,7 +84,7 @@ def measure_costs(
 def _fitting(model: PreTrainedModel, context: int, max_draft_tokens: int, trees: Sequence[Tree]) -> int:
     """`context`, or less where the longest pass would run past the model's last position."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = max(max_draft_tokens + 1, *(num_verified(parse_shape(tree)) for tree in trees), 0)
+    longest = max([max_draft_tokens + 1, *(num_verified(parse_shape(tree)) for tree in trees)])
     return max(1, context if limit is None else min(context, limit - longest))
 
 

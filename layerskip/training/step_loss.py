@@ -113,7 +113,7 @@ class StepLoss:
             elif exit_layer == last:
                 loss = self._own(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             else:
-                needed = [given[layer] for layer in self.layers_needed(exit_layer)]
+                needed = self._needed(exit_layer, given)
                 loss = self._of_exit(exit_layer, needed, logits, positions, chunks, recompute, at)
             losses[exit_layer] = loss.detach()
             total = total + weight * loss
@@ -130,6 +130,9 @@ class StepLoss:
     def layers_needed(self, exit_layer: int) -> range:
         """Whose inputs an exit's loss needs: the layer after it, or the layers whose places its blocks take."""
         return range(exit_layer, exit_layer + (self._recipe.adapter_blocks or 1))
+
+    def _needed(self, exit_layer: int, given: Mapping[int, Given]) -> list[Given]:
+        return [given[layer] for layer in self.layers_needed(exit_layer)]
 
     def _recompute(self, weights: Mapping[int, float], at: Moment) -> bool:
         """Whether the exits' logits are too many to keep for backward; where the last layer's do not exist, not."""
@@ -184,7 +187,7 @@ class StepLoss:
                 if isinstance(adapter, ExitAdapter):
                     idle = idle + adapter(logits.new_zeros(1, adapter.down.in_features)).sum()
                 else:
-                    needed = [given[layer] for layer in self.layers_needed(int(name))]
+                    needed = self._needed(int(name), given)
                     idle = idle + adapter(needed[0].hidden, needed).sum()
         trained = not self._recipe.freeze_model and hasattr(next(self._model.parameters()), "ds_id")
         if trained and self._num_layers not in self.losses:
